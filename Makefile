@@ -1,0 +1,31 @@
+# make test: lint, types and tests.  make train: the main job.  Both need only python3 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# pip is asked again only when what it should install has changed.
+READY := $(VENV)/ready
+
+.PHONY: test lint types pytest train clean
+
+test: lint types pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+pytest: $(READY)
+	$(BIN)/python -m pytest -n 2
+
+train: $(READY)
+	$(BIN)/python examples/digits.py
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

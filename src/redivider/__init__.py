@@ -1,0 +1,21 @@
+"""Redivider: train deep networks without storing their activations."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from redivider.arithmetic import Fixed as Fixed
+from redivider.arithmetic import Float as Float
+from redivider.chain import Chain as Chain
+from redivider.coupling import Coupling as Coupling
+from redivider.drift import DriftWarning as DriftWarning
+from redivider.footprint import check_memory as check_memory
+from redivider.footprint import measure_memory as measure_memory
+from redivider.junction import Duplicate as Duplicate
+from redivider.junction import Fuse as Fuse
+from redivider.junction import Split as Split
+from redivider.verify import check_gradients as check_gradients
+from redivider.verify import check_reversible as check_reversible
+
+try:
+    __version__ = version("redivider")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+source"

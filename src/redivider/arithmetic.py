@@ -1,0 +1,125 @@
+"""Adding a residual to a stream, and undoing it.
+
+A coupling computes c = b + r and later b = c - r. In floating point the second line is only nearly
+the inverse of the first, and the difference grows with depth. On a grid of 2^-s, with the streams
+held as 32-bit integers, it is the inverse to the last bit, whatever precision `f` computes in:
+
+    store   n = round(x 2^s)           real       x = n 2^-s
+    add     n + round(r 2^s)           subtract   n - round(r 2^s)
+
+`f` sees the real value and gradients pass straight through the rounding. So a stream has a *stored*
+form, which is added to, and a *real* form, which `f` reads; in floating point they are the same.
+
+Limits of the grid: values lie within 2^(31-s), 2048 for s = 20, and `f` must give the same bits
+when it is run twice on the same bits.
+"""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+INT32_SPAN = 2.0**31
+
+
+class Checked(NamedTuple):
+    """A stored stream, and whether it is wrong: a scalar on its device, or None for never."""
+
+    stored: Tensor
+    fault: Tensor | None
+
+
+class Arithmetic(ABC):
+    """How a stream is stored, added to and restored."""
+
+    exact: bool
+    """Whether `subtract` undoes `add` to the last bit."""
+
+    @abstractmethod
+    def store(self, x: Tensor) -> Checked:
+        """Turn a real stream into its stored form."""
+
+    @abstractmethod
+    def real(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """Give the values that `f` reads, without a graph, in the stream's own dtype."""
+
+    @abstractmethod
+    def add(self, stored: Tensor, r: Tensor) -> Checked:
+        """Add a residual to a stored stream."""
+
+    @abstractmethod
+    def subtract(self, stored: Tensor, r: Tensor) -> Tensor:
+        """Take a residual from a stored stream again."""
+
+
+class Float(Arithmetic):
+    """Streams in the dtype they came in; reversal up to rounding."""
+
+    exact = False
+
+    def store(self, x: Tensor) -> Checked:
+        return Checked(x.detach(), None)
+
+    def real(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        return stored.detach()
+
+    def add(self, stored: Tensor, r: Tensor) -> Checked:
+        return Checked(stored + r.detach(), None)
+
+    def subtract(self, stored: Tensor, r: Tensor) -> Tensor:
+        return stored - r.detach()
+
+
+class Fixed(Arithmetic):
+    """Streams as 32-bit integers on a grid of 2^-bits; reversal to the last bit."""
+
+    exact = True
+
+    def __init__(self, bits: int = 20) -> None:
+        if not 0 <= bits <= 30:
+            raise ValueError(f"bits must lie between 0 and 30, got {bits}")
+        self.bits = bits
+
+    def __repr__(self) -> str:
+        return f"Fixed(bits={self.bits})"
+
+    def store(self, x: Tensor) -> Checked:
+        steps = self._steps(x)
+        # NaN fails every comparison, so one test finds NaN, infinity and what is out of range.
+        return Checked(steps.to(torch.int32), (steps.abs() < INT32_SPAN).all().logical_not())
+
+    def real(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        # float32 rounds integers of more than 24 bits, but always to the same bits.
+        wide = stored.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        return wide.mul_(2.0**-self.bits).to(dtype)
+
+    def add(self, stored: Tensor, r: Tensor) -> Checked:
+        step, unfit = self.store(r)
+        total = stored + step
+        # A sum of two integers has wrapped if its sign differs from the sign of both.
+        wrapped = ((stored ^ total) & (step ^ total)).lt(0).any()
+        return Checked(total, wrapped if unfit is None else wrapped | unfit)
+
+    def subtract(self, stored: Tensor, r: Tensor) -> Tensor:
+        return stored - self._steps(r).to(torch.int32)
+
+    def _steps(self, x: Tensor) -> Tensor:
+        x = x.detach()
+        wide = x if x.dtype == torch.float64 else x.float()
+        return (wide * 2.0**self.bits).round_()
+
+
+ARITHMETICS: dict[str, type[Float] | type[Fixed]] = {"float": Float, "fixed": Fixed}
+
+
+def resolve_arithmetic(arithmetic: str | Arithmetic) -> Arithmetic:
+    """Turn the name of an arithmetic into one; an `Arithmetic` passes through."""
+    if isinstance(arithmetic, Arithmetic):
+        return arithmetic
+    if arithmetic not in ARITHMETICS:
+        raise ValueError(
+            f"arithmetic must be one of {', '.join(map(repr, ARITHMETICS))}, or an object such as "
+            f"Fixed(bits=16), got {arithmetic!r}"
+        )
+    return ARITHMETICS[arithmetic]()

@@ -1,0 +1,188 @@
+"""A chain: units in a row as one module, whose activation memory does not grow with depth.
+
+What a unit keeps between its forward and its backward:
+
+    backward       a coupling    a junction    work (forward and backward of a unit: 3)
+    "store"        graph         graph         3
+    "checkpoint"   input         input         4
+    "reverse"      nothing       graph         4
+
+Gomez et al. 2017 (RevNet) for reversal, Chen et al. 2016 for checkpoints. Without grad mode every
+chain runs as plain modules do, and keeps nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from redivider.arithmetic import Arithmetic, resolve_arithmetic
+from redivider.coupling import Coupling
+from redivider.errors import naming
+from redivider.mailbox import Mailbox
+from redivider.node import keep_input
+from redivider.row import Keep, Row, widen_streams
+
+KEEPS: dict[str, tuple[Keep, Keep]] = {
+    "store": ("graph", "graph"),
+    "checkpoint": ("input", "input"),
+    "reverse": ("nothing", "graph"),
+}
+
+
+class Chain(nn.Module):
+    """Couplings and junctions in a row.
+
+        units = [nn.Linear(8, 64), rd.Duplicate(), *couplings, rd.Fuse("concat"), nn.Linear(128, 2)]
+        chain = rd.Chain(units, backward="reverse")
+        loss(chain(x)).backward()
+
+    Every unit gets what the one before returns; a coupling takes and returns a pair of streams.
+    Keywords of the call go to the units that take them: `Coupling(f, takes=("mask",))`, or any
+    other module with an attribute `takes`. Length, indices, slices, iteration and the keys of
+    `state_dict` are those of an `nn.Sequential`.
+
+    Args:
+        units: The modules, in order.
+        backward: "store" (plain backprop), "checkpoint" or "reverse"; see the module's text.
+        arithmetic: "float", or "fixed" for reversal to the last bit; see arithmetic.py.
+        check_every: Compare the rebuilt input with the original at every so many training steps
+            of a reversing chain, and warn if it has drifted; 0 for never.
+        drift_tolerance: Relative difference beyond which that check warns.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[nn.Module],
+        *,
+        backward: str = "reverse",
+        arithmetic: str | Arithmetic = "float",
+        check_every: int = 100,
+        drift_tolerance: float = 1e-2,
+    ) -> None:
+        super().__init__()
+        for index, unit in enumerate(units):
+            if not isinstance(unit, nn.Module):
+                raise TypeError(
+                    f"unit {index} must be a torch.nn.Module, got {type(unit).__name__}"
+                )
+            self.add_module(str(index), unit)
+        if not self._modules:
+            raise ValueError("a chain needs at least one unit")
+        if backward not in KEEPS:
+            known = ", ".join(map(repr, KEEPS))
+            raise ValueError(f"backward must be one of {known}, got {backward!r}")
+        if check_every < 0:
+            raise ValueError(f"check_every must be 0 (never) or more, got {check_every}")
+        self.backward = backward
+        self.arithmetic = resolve_arithmetic(arithmetic)
+        self.check_every = check_every
+        self.drift_tolerance = drift_tolerance
+        self._num_steps = 0
+        self._mailbox = Mailbox()
+
+    def forward(self, x: Any, /, **side: Any) -> Any:
+        """Run all units on x."""
+        for name in side:
+            if name not in self.takes:
+                raise TypeError(
+                    f"no unit takes the keyword {name!r}; they take {list(self.takes) or 'none'} "
+                    f'(Coupling(f, takes=("{name}",)), or an attribute `takes` of any other module)'
+                )
+        if torch.compiler.is_compiling() and self._is_plain():
+            for in_row, units in self.segments():
+                x = widen_streams(x) if in_row else x
+                for _, unit in units:
+                    x = unit(x, **taken(unit, side))
+            return x
+        return _run_eagerly(self, x, side)
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The keywords that at least one unit takes."""
+        return tuple(dict.fromkeys(name for unit in self for name in getattr(unit, "takes", ())))
+
+    def units(self) -> Iterator[nn.Module]:
+        """The units, in order."""
+        return iter(self)
+
+    def segments(self) -> list[tuple[bool, list[tuple[int, nn.Module]]]]:
+        """The units with their indices, in groups: rows of couplings (True), and others (False)."""
+        groups = groupby(enumerate(self), lambda pair: isinstance(pair[1], Coupling))
+        return [(in_row, list(units)) for in_row, units in groups]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int | slice) -> Any:
+        units = list(self)
+        return self._like(units[index]) if isinstance(index, slice) else units[index]
+
+    def _like(self, units: Sequence[nn.Module]) -> "Chain":
+        return Chain(
+            units,
+            backward=self.backward,
+            arithmetic=self.arithmetic,
+            check_every=self.check_every,
+            drift_tolerance=self.drift_tolerance,
+        )
+
+    def extra_repr(self) -> str:
+        name = type(self.arithmetic).__name__.lower()
+        return f"backward={self.backward!r}, arithmetic={name!r}"
+
+    def _keeps(self) -> tuple[Keep, Keep]:
+        return KEEPS[self.backward if torch.is_grad_enabled() else "store"]
+
+    def _is_plain(self) -> bool:
+        return self._keeps() == KEEPS["store"] and not self.arithmetic.exact
+
+    def _count_step(self) -> float | None:
+        """Count a training step; return the tolerance if drift is to be checked in it."""
+        if not (self.training and self._keeps()[0] == "nothing" and self.check_every):
+            return None
+        self._num_steps += 1
+        if (self._num_steps - 1) % self.check_every:
+            return None
+        return 0.0 if self.arithmetic.exact else self.drift_tolerance
+
+
+# Nodes, generators and rows are not for a compiler to trace: compile f instead.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
+    chain._mailbox.poll()
+    keep, junctions_keep = chain._keeps()
+    exact, drift_tolerance = chain.arithmetic.exact, chain._count_step()
+    for in_row, units in chain.segments():
+        row: tuple[Row, ...] = ()  # what a coupling gets beside its streams: its row, or nothing
+        if in_row:
+            names = [name_unit(index, unit) for index, unit in units]
+            with naming(names[0]):
+                x = widen_streams(x)
+                if not chain._is_plain():
+                    row = (Row(names, keep, chain.arithmetic, chain._mailbox),)
+                    x = row[0].enter(x, drift_tolerance=drift_tolerance)
+        for index, unit in units:
+            name, own = name_unit(index, unit), taken(unit, side)
+            with naming(name):
+                if in_row or junctions_keep == "graph":
+                    x = unit(x, *row, **own)
+                else:
+                    x = keep_input(name, unit, (x,), own, exact=exact)
+    return x
+
+
+def name_unit(index: int, unit: nn.Module) -> str:
+    """Index and kind of a unit, as errors give them."""
+    inner = f"({type(unit.f).__name__})" if isinstance(unit, Coupling) else ""
+    return f"unit {index}, {type(unit).__name__}{inner}"
+
+
+def taken(unit: nn.Module, side: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that this unit takes."""
+    return {name: side[name] for name in getattr(unit, "takes", ()) if name in side}

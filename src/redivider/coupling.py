@@ -1,0 +1,143 @@
+"""The coupling: a bijection from any module that keeps its input's shape.
+
+    coupling   (a, b) -> (b + f(a), a)
+    inverse    (c, a) -> (a, c - f(a))
+
+One evaluation of f at `a`, with its graph, serves both the inverse and the gradient:
+
+    recover    from the output (c, a):   r = f(a);   b = c - r
+    pull back  (dc, da'):   da = da' + df(a)^T dc;   db = dc;   dtheta = d_theta f(a)^T dc
+
+so a reversible backward costs one evaluation of f and its backward: 3 units of work against 2. Two
+couplings in a row are the block y1 = x1 + F(x2), y2 = x2 + G(y1) of RevNet (Gomez et al. 2017) and
+Rev-ViT (Mangalam et al. 2022); one, with its swap, is the block of PETRA (Rivaud et al. 2025).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from redivider.arithmetic import Arithmetic
+from redivider.errors import UnitError
+from redivider.replay import Call, Record, Rerun
+
+Streams: TypeAlias = tuple[Tensor, Tensor]
+
+
+class Runner(Protocol):
+    """Runs a coupling on behalf of whoever owns the streams; a chain's row of couplings is one."""
+
+    def couple(self, coupling: "Coupling", a: Tensor, b: Tensor, side: dict[str, Any]) -> Streams:
+        """Compute (b + f(a), a)."""
+
+
+class Coupling(nn.Module):
+    """(a, b) -> (b + f(a), a), and back.
+
+        coupling = Coupling(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()))
+        a, b = torch.randn(2, 8, 64)
+        c, a = coupling((a, b))
+        a, b = coupling.inverse((c, a))
+
+    Args:
+        f: A module from a tensor to a tensor of the same shape, dtype and device.
+        takes: Names of keywords that f receives beside its input: masks, positions.
+    """
+
+    def __init__(self, f: nn.Module, *, takes: Sequence[str] = ()) -> None:
+        super().__init__()
+        if not isinstance(f, nn.Module):
+            raise TypeError(f"f must be a torch.nn.Module, got {type(f).__name__}")
+        if isinstance(takes, str):
+            raise TypeError(f"takes is a tuple of names: write takes=({takes!r},)")
+        self.f = f
+        self.takes = tuple(takes)
+
+    def forward(self, streams: Streams, runner: Runner | None = None, /, **side: Any) -> Streams:
+        """Map (a, b) to (b + f(a), a); `side` goes to f. In a chain its row is the runner."""
+        a, b = verify_streams(streams)
+        if runner is not None:
+            return runner.couple(self, a, b, side)
+        return b + verify_residual(self.f(a, **side), a), a
+
+    def inverse(self, streams: Streams, **side: Any) -> Streams:
+        """Map (c, a) back to (a, b)."""
+        c, a = verify_streams(streams)
+        return a, c - verify_residual(self.f(a, **side), a)
+
+    def extra_repr(self) -> str:
+        return f"takes={self.takes}" if self.takes else ""
+
+
+class Recovered(NamedTuple):
+    """A coupling's input, recovered from its output by an evaluation of f that has its graph."""
+
+    b: Tensor | None
+    """The second input stream in stored form, where it was asked for."""
+    run: Rerun
+
+    def pull_back(self, dc: Tensor | None, da: Tensor | None) -> list[Tensor | None]:
+        """Give the gradients of (a, b), then of f's other tensors, from those of (c, a)."""
+        through_f, *others = self.run.pull_back([dc])
+        if through_f is not None:
+            da = through_f if da is None else da + through_f
+        return [da, dc, *others]
+
+
+def recover(
+    call: Call,
+    c: Tensor | None,
+    tensors: Sequence[Tensor],
+    needs: Sequence[bool],
+    record: Record,
+    arithmetic: Arithmetic,
+) -> Recovered:
+    """Evaluate f once, at `tensors` (`a` in its real form first), and undo its addition to `c`."""
+    run = call.rerun(tensors, needs, record)
+    return Recovered(None if c is None else arithmetic.subtract(c, run.output), run)
+
+
+def verify_streams(streams: Any) -> Streams:
+    """Return the pair if it is two tensors alike in shape, dtype and device."""
+    if not (
+        isinstance(streams, tuple | list)
+        and len(streams) == 2
+        and all(isinstance(each, Tensor) for each in streams)
+    ):
+        raise UnitError(
+            f"it takes a pair of streams (a, b), got {_kind(streams)}; Duplicate or Split makes a "
+            "pair of one tensor"
+        )
+    a, b = streams
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        raise UnitError(f"the streams differ: a is {_describe(a)}, b is {_describe(b)}")
+    return a, b
+
+
+def verify_residual(r: Tensor, a: Tensor) -> Tensor:
+    """Return f's result if it can be added to a stream like `a` and taken away again."""
+    if not isinstance(r, Tensor):
+        raise UnitError(f"f must return one tensor, got {type(r).__name__}")
+    # Under autocast f may compute in fewer bits than its stream has, but not in more.
+    narrower = (
+        torch.is_autocast_enabled(a.device.type)
+        and r.is_floating_point()
+        and torch.promote_types(r.dtype, a.dtype) == a.dtype
+    )
+    if r.shape != a.shape or r.device != a.device or not (r.dtype == a.dtype or narrower):
+        raise UnitError(
+            f"f must keep shape, dtype and device: it turned {_describe(a)} into {_describe(r)}"
+        )
+    return r
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, tuple | list):
+        return f"{type(x).__name__} of {', '.join(type(each).__name__ for each in x) or 'nothing'}"
+    return f"one {type(x).__name__}"
+
+
+def _describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"

@@ -1,0 +1,59 @@
+"""Drift: how far streams rebuilt in floating point have moved from what they were.
+
+A chain now and then keeps a fingerprint of its input (a few sums and a norm) and compares it with
+that of the input it has rebuilt. The sums run over all dimensions but the last. Rounding errors
+have random signs, so the difference of the sums is about as long as the error itself.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from redivider.coupling import Streams
+from redivider.mailbox import Mailbox
+
+
+class DriftWarning(UserWarning):
+    """Rebuilt streams differ from the original ones by more than the tolerance."""
+
+
+class Drift:
+    """Compares a rebuilt pair of streams with the original by fingerprint."""
+
+    def __init__(self, streams: Streams, tolerance: float, where: str, mailbox: Mailbox) -> None:
+        self._fingerprint = _fingerprint(streams)
+        self._norm = torch.stack([each.double().norm() for each in streams]).norm()
+        self._tolerance = tolerance
+        self._where = where
+        self._mailbox = mailbox
+
+    def compare(self, streams: Streams) -> None:
+        """Warn, now or when the device has told, if these are too far from the original."""
+        error = (_fingerprint(streams) - self._fingerprint).norm()
+        # An error that is not a number must not pass for a small one.
+        drift = torch.where(error == 0, error, error / self._norm).nan_to_num(nan=torch.inf)
+        self._mailbox.post(drift, self._judge)
+
+    def _judge(self, drift: Tensor) -> None:
+        if drift.item() > self._tolerance:
+            warnings.warn(
+                f"{self._where}: the streams rebuilt in the backward differ from those of the "
+                f"forward by {drift.item():.1e} of their norm (tolerance {self._tolerance:.0e}), "
+                "and the gradients suffer; use streams of more bits (float32 around an f in bf16), "
+                'arithmetic="fixed", or fewer couplings in a row',
+                DriftWarning,
+                stacklevel=2,
+            )
+
+
+def _fingerprint(streams: Streams) -> Tensor:
+    # float64, or the sums' own rounding would drown the drift of float32 streams.
+    return torch.cat(
+        [
+            each.detach().flatten(0, -2).sum(0, dtype=torch.float64)
+            if each.dim() > 1
+            else each.detach().double().reshape(-1)
+            for each in streams
+        ]
+    )

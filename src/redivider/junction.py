@@ -1,0 +1,70 @@
+"""How streams begin and end: the junctions that every reversible network has.
+
+A junction is any module that is not a coupling. These three make a pair of streams out of one
+tensor, and one tensor out of a pair.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from redivider.coupling import Streams, verify_streams
+from redivider.errors import UnitError
+
+FUSIONS = ("concat", "add", "mean", "first", "second")
+
+
+class Duplicate(nn.Module):
+    """x -> (x, x): both streams begin alike, as in Rev-ViT."""
+
+    def forward(self, x: Tensor) -> Streams:
+        """Copy nothing: both streams are x itself, and no unit changes a stream in place."""
+        return x, x
+
+
+class Split(nn.Module):
+    """x -> its two halves along a dimension: channels (1) in RevNet, features (-1) elsewhere."""
+
+    def __init__(self, *, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Streams:
+        """Split x in the middle."""
+        if x.shape[self.dim] % 2:
+            raise UnitError(
+                f"dimension {self.dim} of {tuple(x.shape)} is odd: it has no two equal halves"
+            )
+        a, b = x.chunk(2, dim=self.dim)
+        return a, b
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}"
+
+
+class Fuse(nn.Module):
+    """(a, b) -> one tensor: "concat" along a dimension, "add", "mean", or one of the streams."""
+
+    def __init__(self, how: str = "concat", *, dim: int = -1) -> None:
+        super().__init__()
+        if how not in FUSIONS:
+            raise ValueError(f"how must be one of {', '.join(map(repr, FUSIONS))}, got {how!r}")
+        self.how = how
+        self.dim = dim
+
+    def forward(self, streams: Streams) -> Tensor:
+        """Join the streams."""
+        a, b = verify_streams(streams)
+        match self.how:
+            case "concat":
+                return torch.cat((a, b), dim=self.dim)
+            case "add":
+                return a + b
+            case "mean":
+                return (a + b) / 2
+            case "first":
+                return a
+            case _:
+                return b
+
+    def extra_repr(self) -> str:
+        return f"{self.how!r}, dim={self.dim}" if self.how == "concat" else repr(self.how)

@@ -1,0 +1,44 @@
+"""Autocast as it was: a second run casts where the first one did, and nowhere else."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+
+class Autocast:
+    """The autocast settings around a run, for its device and the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cache = torch.is_autocast_cache_enabled()
+        self._settings = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {"cpu", device.type}
+            if torch.amp.is_autocast_available(kind)
+        }
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Enter the same settings."""
+        with ExitStack() as stack:
+            for kind, (enabled, dtype) in self._settings.items():
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(
+                        torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cache)
+                    )
+            yield
+
+
+@contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Keep the casts of weights made here out of autocast's cache.
+
+    A cast made without a graph would be handed to later uses of the same weight in the same region,
+    which would then lose its gradient.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)

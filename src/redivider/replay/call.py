@@ -1,0 +1,188 @@
+"""A module's call taken apart: the tensors that autograd must see, and the rest.
+
+A backward that runs a module again must do so on leaves of its own: with the caller's parameters as
+leaves their hooks would fire inside, and once more when the gradient arrives where it belongs.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from redivider.errors import UnitError
+from redivider.replay.anatomy import Anatomy
+from redivider.replay.autocast import uncached_casts
+from redivider.replay.record import Record
+from redivider.replay.weights import count_fused_steps
+
+_TENSOR = object()  # marks the place of a tensor among the arguments
+
+_WRITES = (
+    "f writes into its own input or parameters, which others still need; leave out inplace=True "
+    "where f begins"
+)
+
+_verified: WeakSet[nn.Module] = WeakSet()
+
+
+class Call:
+    """A module with its arguments, as a flat list of tensors: the arguments', then the parameters.
+
+    The list is passed through autograd and comes back, the same or with others in their place.
+    """
+
+    def __init__(self, anatomy: Anatomy, others: list[Any], spec: Any) -> None:
+        self.module = anatomy.modules[0]
+        self._anatomy = anatomy
+        self._others = others  # the arguments without their tensors, which would be kept alive here
+        self._spec = spec
+
+    @classmethod
+    def split(
+        cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple["Call", list[Tensor]]:
+        """Take `module(*args, **kwargs)` apart into a call and its tensors."""
+        anatomy = Anatomy(module)
+        values, spec = tree_flatten((args, kwargs))
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        others = [_TENSOR if isinstance(value, Tensor) else value for value in values]
+        return cls(anatomy, others, spec), [*tensors, *anatomy.parameters]
+
+    def first_run(self, tensors: Sequence[Tensor], *, with_graph: bool) -> tuple[Any, Record]:
+        """Run the module for its values alone, and record what a second run needs.
+
+        Where a graph is built, it is dropped before this returns. It makes the run take the same
+        kernels as the second one, and shows at the first call what the module depends on.
+        """
+        count_fused_steps()
+        device = tensors[0].device if tensors else torch.device("cpu")
+        versions = [each._version for each in tensors]
+        unverified = self.module not in _verified
+        with Record(self._anatomy.modules, device).first() as record:
+            if with_graph or unverified:
+                with torch.enable_grad(), _explaining_writes():
+                    leaves = self._leaves(tensors, [each.requires_grad for each in tensors])
+                    output = self._run(leaves)
+            else:
+                args, kwargs = self._arguments(tensors)
+                with torch.no_grad(), uncached_casts():
+                    output = self.module(*args, **kwargs)
+        if versions != [each._version for each in tensors]:
+            raise UnitError(_WRITES)
+        if unverified:
+            _verify_unsharded(self._anatomy.modules)
+            _verify_leaves(output, leaves)
+            _verified.add(self.module)
+        return tree_map_only(Tensor, Tensor.detach, output), record
+
+    def rerun(self, tensors: Sequence[Tensor], needs: Sequence[bool], record: Record) -> "Rerun":
+        """Run the module again, with its graph, on leaves made of these tensors."""
+        with record.again(), torch.enable_grad():
+            leaves = self._leaves(tensors, needs)
+            return Rerun(leaves, self._run(leaves))
+
+    def _leaves(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+        """Stand-ins whose gradients can be asked for, cut off from the tensors' own history.
+
+        Those of the arguments are views of leaves: torch's module tracker, and its flop counter
+        with it, hooks what a module is given, and cannot hook leaves in `torch.autograd.grad`.
+        """
+        leaves = [
+            tensor.detach().requires_grad_(need)
+            for tensor, need in zip(tensors, needs, strict=True)
+        ]
+        num_arguments = len(leaves) - len(self._anatomy.parameters)
+        return [leaf.view_as(leaf) for leaf in leaves[:num_arguments]] + leaves[num_arguments:]
+
+    def _run(self, tensors: Sequence[Tensor]) -> Any:
+        args, kwargs = self._arguments(tensors)
+        parameters = tensors[len(tensors) - len(self._anatomy.parameters) :]
+        with self._anatomy.substituted(parameters):
+            return self.module(*args, **kwargs)
+
+    def _arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        following = iter(tensors)
+        values = [next(following) if value is _TENSOR else value for value in self._others]
+        args, kwargs = tree_unflatten(values, self._spec)
+        return args, kwargs
+
+
+class Rerun:
+    """What a second run gave, and the leaves it was made from."""
+
+    def __init__(self, leaves: list[Tensor], output: Any) -> None:
+        self.leaves = leaves
+        self.output = output
+
+    def pull_back(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Turn the gradients of the output's tensors into those of the leaves; frees the graph."""
+        outputs = [each for each in tree_leaves(self.output) if isinstance(each, Tensor)]
+        pairs = [
+            (output, grad.to(output.dtype))
+            for output, grad in zip(outputs, grads, strict=True)
+            if grad is not None and output.requires_grad
+        ]
+        wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
+        if not pairs or not wanted:
+            return [None] * len(self.leaves)
+        found = iter(
+            torch.autograd.grad(
+                [output for output, _ in pairs],
+                wanted,
+                [grad for _, grad in pairs],
+                allow_unused=True,
+            )
+        )
+        return [next(found) if leaf.requires_grad else None for leaf in self.leaves]
+
+
+@contextmanager
+def _explaining_writes() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "in-place operation" not in str(error):
+            raise
+        raise UnitError(_WRITES) from error
+
+
+def _verify_unsharded(modules: Sequence[nn.Module]) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in modules):
+        raise UnitError(
+            f"{type(modules[0]).__name__} is wrapped by fully_shard, in whole or in part, which "
+            "swaps its parameters while it runs, so their gradients would be lost; shard the whole "
+            "unit (the Coupling) or the chain instead"
+        )
+
+
+def _verify_leaves(output: Any, leaves: Sequence[Tensor]) -> None:
+    known = {id(leaf if leaf._base is None else leaf._base) for leaf in leaves}
+    for leaf in _reached_leaves(output):
+        if id(leaf) not in known:
+            raise UnitError(
+                f"f depends on a tensor of shape {tuple(leaf.shape)} that requires grad and is "
+                "neither an argument nor a parameter of f, so its gradient would be lost; make it "
+                "a parameter of f, or pass it as a keyword that the unit takes"
+            )
+
+
+def _reached_leaves(output: Any) -> Iterator[Tensor]:
+    roots = [each.grad_fn for each in tree_leaves(output) if isinstance(each, Tensor)]
+    queue: list[Node] = [root for root in roots if root is not None]
+    seen = set(queue)
+    while queue:
+        node = queue.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        for after, _ in node.next_functions:
+            if after is not None and after not in seen:
+                seen.add(after)
+                queue.append(after)

@@ -1,0 +1,30 @@
+"""Training and evaluation flags as they were."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+
+class Modes:
+    """The `training` flags of some modules."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.flags = tuple(each.training for each in modules)
+
+    @contextmanager
+    def again(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Set the flags, then put them back."""
+        now = Modes(modules)
+        if now.flags == self.flags:
+            yield
+            return
+        self._apply(modules)
+        try:
+            yield
+        finally:
+            now._apply(modules)
+
+    def _apply(self, modules: Sequence[nn.Module]) -> None:
+        for each, flag in zip(modules, self.flags, strict=True):
+            each.training = flag

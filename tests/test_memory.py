@@ -1,0 +1,180 @@
+"""What is run and what is kept: f twice in a training step, and nothing that grows with depth."""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from networks import MLP, vector_chain
+from oracle import weigh
+from torch import nn
+
+import redivider as rd
+
+
+class Counted(MLP):
+    runs = 0
+
+    def forward(self, x):
+        Counted.runs += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("backward, runs", [("store", 1), ("checkpoint", 2), ("reverse", 2)])
+@pytest.mark.parametrize("arithmetic", ["float", "fixed"])
+def test_f_runs_exactly_as_often_as_the_method_says(backward, runs, arithmetic):
+    depth = 5
+    chain = vector_chain(Counted, depth, backward=backward, arithmetic=arithmetic)
+    for _ in range(3):  # the first step, which verifies f, is no dearer than the others
+        Counted.runs = 0
+        weigh(chain(torch.randn(4, 6))).backward()
+        assert Counted.runs == runs * depth
+
+
+@pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse"])
+@pytest.mark.parametrize("arithmetic", ["float", "fixed"])
+def test_f_runs_once_without_grad_and_in_evaluation_and_nothing_is_kept(backward, arithmetic):
+    chain = vector_chain(Counted, 5, backward=backward, arithmetic=arithmetic)
+    x = torch.randn(4, 6)
+    Counted.runs = 0
+    with torch.no_grad():
+        assert chain(x).grad_fn is None
+    assert Counted.runs == 5
+    chain.eval()
+    with torch.no_grad():
+        quiet = chain(x)
+    Counted.runs = 0
+    streams = streams_of(chain)
+    y = chain(x)
+    assert Counted.runs == 5
+    assert torch.equal(y, quiet)
+    if backward == "reverse":  # gradients are there for who asks, and still nothing is kept
+        assert sum(alive(streams)) <= 2
+        weigh(y).backward()
+        assert all(each.grad is not None for each in chain.parameters())
+
+
+def streams_of(chain: rd.Chain) -> list[weakref.ref]:
+    """Weak references to the storages of all that the couplings give, filled as they run."""
+    found: list[weakref.ref] = []
+    for unit in chain:
+        if isinstance(unit, rd.Coupling):
+            unit.register_forward_hook(
+                lambda _, __, out: found.append(weakref.ref(out[0].untyped_storage()))
+            )
+    return found
+
+
+def alive(references: list[weakref.ref]) -> list[bool]:
+    gc.collect()
+    return [reference() is not None for reference in references]
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "fixed"])
+def test_only_the_last_streams_of_a_row_live_between_forward_and_backward(arithmetic):
+    couplings = [rd.Coupling(MLP(8)) for _ in range(9)]
+    chain = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse()], arithmetic=arithmetic)
+    streams = streams_of(chain)
+    y = chain(torch.randn(4, 8))
+    # The last output and the one before it, which is its second stream; a grid keeps integers.
+    kept = [False] * 7 + [True] * 2 if arithmetic == "float" else [False] * 9
+    assert alive(streams) == kept
+    y.sum().backward()
+    assert alive(streams) == [False] * 9, "a backward frees what it does not retain"
+
+
+def test_the_control_a_stored_chain_keeps_every_stream():
+    couplings = [rd.Coupling(MLP(8)) for _ in range(9)]
+    chain = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse()], backward="store")
+    streams = streams_of(chain)
+    y = chain(torch.randn(4, 8))
+    assert all(alive(streams)[:-1]), "the concatenation of the last one has copied it"
+    del y
+    assert not any(alive(streams))
+
+
+def test_a_forward_that_fails_leaves_nothing_behind():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise KeyError("no")
+
+    couplings = [*(rd.Coupling(MLP(8)) for _ in range(4)), rd.Coupling(Fails())]
+    chain = rd.Chain([rd.Duplicate(), *couplings])
+    streams = streams_of(chain)
+    with pytest.raises(KeyError) as raised:
+        chain(torch.randn(4, 8))
+    assert raised.value.__notes__ == ["in unit 5, Coupling(Fails)"]
+    del raised
+    assert alive(streams) == [False] * 4
+
+
+def test_dropping_the_output_frees_all_without_the_garbage_collector():
+    chain = rd.Chain([rd.Duplicate(), *(rd.Coupling(MLP(8)) for _ in range(4)), rd.Fuse()])
+    streams = streams_of(chain)
+    gc.disable()
+    try:
+        y = chain(torch.randn(4, 8))
+        del y
+        assert [reference() is not None for reference in streams] == [False] * 4
+    finally:
+        gc.enable()
+
+
+STREAM = 8 * 2**20
+
+MEASURE = """
+import resource, sys, torch
+from torch import nn
+import redivider as rd
+
+torch.set_num_threads(1)
+backward, *depths = sys.argv[1:]
+
+class F(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+    def forward(self, x):
+        return torch.sigmoid(x * self.scale)
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+x = torch.randn(2**18, 8)  # a stream of 8 MiB
+for depth in map(int, depths):
+    chain = rd.Chain([rd.Duplicate(), *(rd.Coupling(F()) for _ in range(depth))], backward=backward)
+    before = resident()
+    y = chain(x)
+    print(resident() - before)
+    (y[0].sum() + y[1].sum()).backward()
+    del y
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def measure(backward: str, *depths: int) -> list[int]:
+    """Bytes held between forward and backward, for each depth in turn; last the process's peak."""
+    # Large blocks straight from the system, so that a freed one leaves the process at once.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", MEASURE, backward, *map(str, depths)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return [int(line) for line in done.stdout.split()]
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="reads the process's size on Linux"
+)
+def test_a_process_is_no_larger_at_depth_64_than_at_depth_8():
+    # A first, shallow step pays for what torch allocates once.
+    (_, held_8, peak_8), (_, held_64, peak_64) = measure("reverse", 2, 8), measure("reverse", 2, 64)
+    assert abs(held_64 - held_8) < STREAM
+    assert peak_64 - peak_8 < STREAM
+    assert held_8 < 4 * STREAM
+    _, stored_8, stored_16, _ = measure("store", 2, 8, 16)
+    assert stored_16 - stored_8 > 8 * STREAM, "the control: the measure sees what is stored"

@@ -1,0 +1,106 @@
+"""The checkers find what is wrong, pass what is right, and leave everything as it was."""
+
+import random
+
+import pytest
+import torch
+from networks import MLP, Attention, Buffered, ConvNorm, vector_chain
+from torch import nn
+
+import redivider as rd
+
+ALL = ("store", "checkpoint", "reverse")
+
+
+@pytest.mark.parametrize("backward", ALL)
+def test_check_gradients_passes_what_is_right(backward):
+    chain = vector_chain(lambda w: MLP(w, dropout=0.5), 5, backward=backward).double()
+    x = torch.randn(5, 6).double().requires_grad_()
+    report = rd.check_gradients(chain, x)
+    assert set(report.each) == {"input 0", *(name for name, _ in chain.named_parameters())}
+    assert report.worst <= 1e-12
+    assert (report.worst == 0) == (backward == "store")
+    assert chain.backward == backward
+
+
+def test_check_gradients_takes_keywords_and_pairs():
+    couplings = [rd.Coupling(Attention(8), takes=("mask",)) for _ in range(3)]
+    chain = rd.Chain(couplings).double()
+    streams = tuple(torch.randn(2, 4, 8).double().requires_grad_() for _ in range(2))
+    mask = torch.zeros(4, 4).double().requires_grad_()
+    report = rd.check_gradients(chain, streams, mask=mask)
+    assert {"input 0", "input 1", "input 2"} < set(report.each)
+
+
+class Moody(nn.Module):
+    """Not the same function twice."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x) * random.random()
+
+
+def test_an_f_that_is_not_deterministic_is_found():
+    chain = vector_chain(Moody, 3).double()
+    x = torch.randn(5, 6).double()
+    with pytest.raises(ValueError, match=r"unit 4, Coupling\(Moody\).*is f deterministic"):
+        rd.check_reversible(chain, x)
+    with pytest.raises(ValueError, match="its gradient differs from plain backprop's by"):
+        rd.check_gradients(chain, x)
+
+
+def test_checking_leaves_everything_as_it_was():
+    couplings = [rd.Coupling(f) for f in (ConvNorm(4), ConvNorm(4))]
+    units = [nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Dropout(0.5), rd.Split(dim=1), *couplings]
+    images, vectors = torch.randn(4, 3, 5, 5), torch.randn(5, 6)
+    for chain, x in ((rd.Chain(units), images), (vector_chain(Buffered), vectors)):
+        before = {name: value.clone() for name, value in chain.state_dict().items()}
+        random_state, training = torch.get_rng_state(), [m.training for m in chain.modules()]
+        rd.check_reversible(chain, x)
+        rd.check_gradients(chain, x)
+        rd.measure_memory(chain, x)
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert [m.training for m in chain.modules()] == training
+        assert all(each.grad is None for each in chain.parameters())
+        for name, value in chain.state_dict().items():
+            assert torch.equal(value, before[name]), name
+
+
+def wide_chain(depth: int, backward: str) -> rd.Chain:
+    couplings = [rd.Coupling(nn.Sequential(nn.Linear(32, 32), nn.Sigmoid())) for _ in range(depth)]
+    return rd.Chain([rd.Duplicate(), *couplings, rd.Fuse("add")], backward=backward)
+
+
+STREAM = 4 * 1024 * 32
+
+
+def test_measured_memory_is_what_the_methods_keep():
+    x = torch.randn(1024, 32)
+    for depth in (4, 9):
+        held = {
+            backward: rd.measure_memory(wide_chain(depth, backward), x).held for backward in ALL
+        }
+        # Output; then the last two streams; all first streams; or both of f's activations.
+        assert held["reverse"] == 3 * STREAM
+        assert held["checkpoint"] == pytest.approx((depth + 2) * STREAM, abs=STREAM)
+        assert held["store"] == pytest.approx(2 * depth * STREAM, abs=2 * STREAM)
+
+
+def test_measured_peak_is_flat_too():
+    x = torch.randn(1024, 32)
+    peaks = [rd.measure_memory(wide_chain(depth, "reverse"), x).peak for depth in (4, 32)]
+    weights = 28 * (32 * 32 + 32) * 4  # of their gradients
+    assert peaks[1] - peaks[0] <= weights + STREAM // 8
+
+
+def test_check_memory_passes_reversal_and_refuses_storing():
+    x = torch.randn(256, 32)
+    found = rd.check_memory(lambda depth: wide_chain(depth, "reverse"), x, depths=(3, 9, 27))
+    assert list(found) == [3, 9, 27]
+    assert "MiB" in str(found[3])
+    for backward in ("store", "checkpoint"):
+        with pytest.raises(ValueError, match="grows with depth: depth 8: held"):
+            rd.check_memory(lambda depth, b=backward: wide_chain(depth, b), x)
