@@ -32,7 +32,11 @@ class Mailbox:
         self._under_way.append((host, arrived, read))
 
     def poll(self) -> None:
-        """Read what has arrived."""
+        """Read what has arrived; after an error nothing that was posted behind it counts."""
         while self._under_way and self._under_way[0][1].query():
             host, _, read = self._under_way.pop(0)
-            read(host)
+            try:
+                read(host)
+            except ArithmeticError:
+                self._under_way.clear()
+                raise

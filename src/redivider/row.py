@@ -75,9 +75,7 @@ class Row:
             )
             c = _straight_through(self.advance(verify_residual(r, a)), b, r)
         self._next += 1
-        if self._next == len(self.names):
-            self._end()
-        return c, a
+        return self._end(c, a) if self._next == len(self.names) else (c, a)
 
     def advance(self, r: Tensor) -> Tensor:
         """Add the residual of the coupling whose turn it is; return the new stream's real form."""
@@ -127,11 +125,13 @@ class Row:
             value.masked_fill_(fault, torch.nan)
             self._faults.append(fault)
 
-    def _end(self) -> None:
+    def _end(self, c: Tensor, a: Tensor) -> Streams:
         del self._stored
-        if self._faults:
-            self._mailbox.post(torch.stack(self._faults), self._read_faults)
-            self._faults = []
+        if not self._faults:
+            return c, a
+        faults, self._faults = torch.stack(self._faults), []
+        self._mailbox.post(faults, self._read_faults)
+        return _poisoned(c, faults.any()), _poisoned(a, faults.any())
 
     def _read_faults(self, faults: Tensor) -> None:
         if faults.any():  # the first two are of the input's streams
@@ -192,6 +192,24 @@ class _KeptNothing(Kept):
             row.hand_back(self._index, (a, recovered.b))
         da, db, *rest = recovered.pull_back(dc, da)
         return [db, da, *rest]
+
+
+class _Poisoned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fault: Tensor) -> Tensor:
+        ctx.fault = fault
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return (None if grad is None else grad.masked_fill(ctx.fault, torch.nan)), None
+
+
+def _poisoned(x: Tensor, fault: Tensor) -> Tensor:
+    """`x`, whose gradient is not a number after a fault: better than one of wrong numbers."""
+    result: Tensor = _Poisoned.apply(x, fault)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _StraightThrough(torch.autograd.Function):
