@@ -23,6 +23,7 @@ train: $(READY)
 	$(BIN)/python examples/digits.py
 
 $(READY): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV), a minute or two, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@

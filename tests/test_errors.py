@@ -104,13 +104,16 @@ def test_a_junction_that_writes_into_the_streams_is_found():
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("backward", ["checkpoint", "reverse"])
-def test_an_f_that_writes_into_its_input_is_refused(backward, requires_grad):
+@pytest.mark.parametrize("arithmetic", ["float", "fixed"])
+@pytest.mark.parametrize("backward", ALL)
+def test_an_f_that_writes_into_its_input_is_refused(backward, arithmetic, requires_grad):
     f = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
-    chain = rd.Chain([rd.Duplicate(), rd.Coupling(f), rd.Coupling(MLP(8))], backward=backward)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"unit 1, Coupling\(Sequential\).*writes into"):
-            chain(torch.randn(5, 8, requires_grad=requires_grad))
+    units = [rd.Duplicate(), rd.Coupling(f), rd.Coupling(MLP(8))]
+    chain = rd.Chain(units, backward=backward, arithmetic=arithmetic)
+    for grad_mode in (torch.enable_grad, torch.enable_grad, torch.no_grad):
+        x = torch.randn(5, 8, requires_grad=requires_grad) * 2
+        with grad_mode(), pytest.raises(ValueError, match=r"unit 1, Coupling.*writes into"):
+            chain(x)
 
 
 def test_arguments_of_a_chain_are_checked():
@@ -118,6 +121,8 @@ def test_arguments_of_a_chain_are_checked():
         rd.Chain([nn.Identity()], backward="invert")
     with pytest.raises(ValueError, match="at least one unit"):
         rd.Chain([])
+    with pytest.raises(TypeError, match="a list of units, got one Linear"):
+        rd.Chain(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"unit 1 must be .*Module, got function"):
         rd.Chain([nn.Identity(), lambda x: x])
 

@@ -100,7 +100,12 @@ def test_check_memory_passes_reversal_and_refuses_storing():
     x = torch.randn(256, 32)
     found = rd.check_memory(lambda depth: wide_chain(depth, "reverse"), x, depths=(3, 9, 27))
     assert list(found) == [3, 9, 27]
-    assert "MiB" in str(found[3])
+    assert "KiB" in str(found[3])
     for backward in ("store", "checkpoint"):
         with pytest.raises(ValueError, match="grows with depth: depth 8: held"):
             rd.check_memory(lambda depth, b=backward: wide_chain(depth, b), x)
+    with pytest.raises(TypeError, match="a function from a depth to a chain"):
+        rd.check_memory(wide_chain(2, "reverse"), x)
+    for check in (rd.check_reversible, rd.check_gradients):
+        with pytest.raises(TypeError, match="take a Chain, got Linear"):
+            check(nn.Linear(2, 2), x)

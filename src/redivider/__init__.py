@@ -1,12 +1,14 @@
 """Redivider: train deep networks without storing their activations."""
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata as _metadata
 
 from redivider.arithmetic import Fixed as Fixed
 from redivider.arithmetic import Float as Float
 from redivider.chain import Chain as Chain
 from redivider.coupling import Coupling as Coupling
 from redivider.drift import DriftWarning as DriftWarning
+from redivider.errors import ChangedError as ChangedError
+from redivider.errors import UnitError as UnitError
 from redivider.footprint import check_memory as check_memory
 from redivider.footprint import measure_memory as measure_memory
 from redivider.junction import Duplicate as Duplicate
@@ -15,7 +17,24 @@ from redivider.junction import Split as Split
 from redivider.verify import check_gradients as check_gradients
 from redivider.verify import check_reversible as check_reversible
 
+__all__ = [
+    "Chain",
+    "ChangedError",
+    "Coupling",
+    "DriftWarning",
+    "Duplicate",
+    "Fixed",
+    "Float",
+    "Fuse",
+    "Split",
+    "UnitError",
+    "check_gradients",
+    "check_memory",
+    "check_reversible",
+    "measure_memory",
+]
+
 try:
-    __version__ = version("redivider")
-except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = _metadata.version("redivider")
+except _metadata.PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+source"

@@ -12,6 +12,7 @@ chain runs as plain modules do, and keeps nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
 
@@ -41,13 +42,14 @@ class Chain(nn.Module):
 
     Every unit gets what the one before returns; a coupling takes and returns a pair of streams.
     Keywords of the call go to the units that take them: `Coupling(f, takes=("mask",))`, or any
-    other module with an attribute `takes`. Length, indices, slices, iteration and the keys of
-    `state_dict` are those of an `nn.Sequential`.
+    other module with an attribute `takes`; one that is left out is not passed on. Length, indices,
+    slices, iteration and the keys of `state_dict` are those of an `nn.Sequential`.
 
     Args:
         units: The modules, in order.
-        backward: "store" (plain backprop), "checkpoint" or "reverse"; see the module's text.
-        arithmetic: "float", or "fixed" for reversal to the last bit; see arithmetic.py.
+        backward: "store" keeps all activations (plain backprop), "checkpoint" the input of every
+            unit, "reverse" nothing of a coupling and all of a junction.
+        arithmetic: "float", or "fixed" for reversal to the last bit: `Fixed(bits=20)`.
         check_every: Compare the rebuilt input with the original at every so many training steps
             of a reversing chain, and warn if it has drifted; 0 for never.
         drift_tolerance: Relative difference beyond which that check warns.
@@ -63,6 +65,8 @@ class Chain(nn.Module):
         drift_tolerance: float = 1e-2,
     ) -> None:
         super().__init__()
+        if not isinstance(units, Iterable):
+            raise TypeError(f"a chain takes a list of units, got one {type(units).__name__}")
         for index, unit in enumerate(units):
             if not isinstance(unit, nn.Module):
                 raise TypeError(
@@ -87,10 +91,10 @@ class Chain(nn.Module):
         """Run all units on x."""
         for name in side:
             if name not in self.takes:
-                raise TypeError(
-                    f"no unit takes the keyword {name!r}; they take {list(self.takes) or 'none'} "
-                    f'(Coupling(f, takes=("{name}",)), or an attribute `takes` of any other module)'
-                )
+                close = get_close_matches(name, self.takes, 1)
+                hint = f"did you mean {close[0]!r}?" if close else "see Coupling(f, takes=...)"
+                known = list(self.takes) or "none"
+                raise TypeError(f"no unit takes the keyword {name!r}, they take {known}; {hint}")
         if torch.compiler.is_compiling() and self._is_plain():
             for in_row, units in self.segments():
                 x = widen_streams(x) if in_row else x

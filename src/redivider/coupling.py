@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from redivider.arithmetic import Arithmetic
 from redivider.errors import UnitError
-from redivider.replay import Call, Record, Rerun
+from redivider.replay import Call, GraphRun, Record, writes_error
 
 Streams: TypeAlias = tuple[Tensor, Tensor]
 
@@ -60,12 +60,22 @@ class Coupling(nn.Module):
         a, b = verify_streams(streams)
         if runner is not None:
             return runner.couple(self, a, b, side)
-        return b + verify_residual(self.f(a, **side), a), a
+        return b + self.residual(a, side), a
 
     def inverse(self, streams: Streams, **side: Any) -> Streams:
         """Map (c, a) back to (a, b)."""
         c, a = verify_streams(streams)
-        return a, c - verify_residual(self.f(a, **side), a)
+        return a, c - self.residual(a, side)
+
+    def residual(self, a: Tensor, side: dict[str, Any]) -> Tensor:
+        """Evaluate f, and verify that it has done nothing but return what can be added."""
+        if torch.compiler.is_compiling() or a.is_inference():  # these have no version to compare
+            return verify_residual(self.f(a, **side), a)
+        version = a._version
+        r = self.f(a, **side)
+        if a._version != version:
+            raise writes_error()
+        return verify_residual(r, a)
 
     def extra_repr(self) -> str:
         return f"takes={self.takes}" if self.takes else ""
@@ -76,7 +86,7 @@ class Recovered(NamedTuple):
 
     b: Tensor | None
     """The second input stream in stored form, where it was asked for."""
-    run: Rerun
+    run: GraphRun
 
     def pull_back(self, dc: Tensor | None, da: Tensor | None) -> list[Tensor | None]:
         """Give the gradients of (a, b), then of f's other tensors, from those of (c, a)."""
@@ -107,8 +117,8 @@ def verify_streams(streams: Any) -> Streams:
         and all(isinstance(each, Tensor) for each in streams)
     ):
         raise UnitError(
-            f"it takes a pair of streams (a, b), got {_kind(streams)}; Duplicate or Split makes a "
-            "pair of one tensor"
+            f"it takes a pair of streams, one argument (a, b), got {_kind(streams)}; Duplicate or "
+            "Split makes a pair of one tensor"
         )
     a, b = streams
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
@@ -128,7 +138,8 @@ def verify_residual(r: Tensor, a: Tensor) -> Tensor:
     )
     if r.shape != a.shape or r.device != a.device or not (r.dtype == a.dtype or narrower):
         raise UnitError(
-            f"f must keep shape, dtype and device: it turned {_describe(a)} into {_describe(r)}"
+            f"f must keep shape, dtype and device: it turned {_describe(a)} into {_describe(r)}; "
+            "what changes them is a junction"
         )
     return r
 

@@ -41,7 +41,8 @@ class Drift:
                 f"{self._where}: the streams rebuilt in the backward differ from those of the "
                 f"forward by {drift.item():.1e} of their norm (tolerance {self._tolerance:.0e}), "
                 "and the gradients suffer; use streams of more bits (float32 around an f in bf16), "
-                'arithmetic="fixed", or fewer couplings in a row',
+                'arithmetic="fixed", or fewer couplings in a row; if rd.check_reversible finds the '
+                "same in float64, f does not give the same numbers twice",
                 DriftWarning,
                 stacklevel=2,
             )

@@ -24,7 +24,7 @@ class Memory:
     """At most at any time, the gradients of the parameters included."""
 
     def __str__(self) -> str:
-        return f"held {self.held / 2**20:.2f} MiB, peak {self.peak / 2**20:.2f} MiB"
+        return f"held {self.held / 1024:,.0f} KiB, peak {self.peak / 1024:,.0f} KiB"
 
 
 def measure_memory(chain: nn.Module, x: Any, /, **side: Any) -> Memory:
@@ -56,6 +56,8 @@ def check_memory(
         tolerance: By how much the deepest may hold more than the shallowest, relative to that.
         **side: Its keywords.
     """
+    if isinstance(build, nn.Module):
+        raise TypeError("check_memory takes a function from a depth to a chain, not a chain")
     found = {depth: measure_memory(build(depth), x, **side) for depth in sorted(depths)}
     least, most = min(depths), max(depths)
     if found[most].held > (1 + tolerance) * found[least].held:

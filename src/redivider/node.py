@@ -102,6 +102,7 @@ def _saved(ctx: Any) -> Sequence[Tensor]:
             raise
         raise ChangedError(
             "its weights, arguments or output changed between the forward and the backward, which "
-            f"runs it again and needs them as they were: {error}"
+            "runs it again and needs them as they were (step the optimizer after the backward): "
+            f"{str(error).partition(' Hint:')[0]}"
         ) from None
     return saved

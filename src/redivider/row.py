@@ -71,7 +71,7 @@ class Row:
             r = (
                 keep_input(name, coupling.f, (a,), side, exact=exact)
                 if self._keep == "input"
-                else coupling.f(a.view_as(a), **side)
+                else coupling.residual(a.view_as(a), side)
             )
             c = _straight_through(self.advance(verify_residual(r, a)), b, r)
         self._next += 1

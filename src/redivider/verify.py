@@ -36,8 +36,11 @@ class Errors:
         return max(self.each.values(), default=0.0)
 
     def __str__(self) -> str:
-        rows = [f"  {error:8.1e}  {name}" for name, error in self.each.items()]
-        return "\n".join([f"{self.what}: at most {self.worst:.1e}", *rows])
+        """The five largest."""
+        largest = sorted(self.each.items(), key=lambda item: -item[1])[:5]
+        rows = [f"  {error:8.1e}  {name}" for name, error in largest]
+        more = [f"  and {len(self.each) - 5} more"] if len(self.each) > 5 else []
+        return "\n".join([f"{self.what}: at most {self.worst:.1e}", *rows, *more])
 
 
 def check_reversible(
@@ -52,6 +55,7 @@ def check_reversible(
             0 for an exact arithmetic.
         **side: Its keywords.
     """
+    _verify_chain(chain)
     if tolerance is None:
         tolerance = 0.0 if chain.arithmetic.exact else chain.drift_tolerance
     errors: dict[str, float] = {}
@@ -89,6 +93,7 @@ def check_gradients(
             and 0 for an exact arithmetic.
         **side: Its keywords.
     """
+    _verify_chain(chain)
     leaves = [each for each in tree_leaves((x, side)) if isinstance(each, Tensor)]
     wanted = {f"input {i}": leaf for i, leaf in enumerate(leaves) if leaf.requires_grad}
     wanted |= {name: each for name, each in chain.named_parameters() if each.requires_grad}
@@ -110,6 +115,11 @@ def check_gradients(
                 f"{tolerance:.1e}\n{report}"
             )
     return report
+
+
+def _verify_chain(chain: Any) -> None:
+    if not isinstance(chain, Chain):
+        raise TypeError(f"the checkers take a Chain, got {type(chain).__name__}")
 
 
 def _round_trip(

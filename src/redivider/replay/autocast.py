@@ -11,7 +11,7 @@ class Autocast:
 
     def __init__(self, device: torch.device) -> None:
         self._cache = torch.is_autocast_cache_enabled()
-        self._settings = {
+        self.settings = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {"cpu", device.type}
             if torch.amp.is_autocast_available(kind)
@@ -21,7 +21,7 @@ class Autocast:
     def again(self) -> Iterator[None]:
         """Enter the same settings."""
         with ExitStack() as stack:
-            for kind, (enabled, dtype) in self._settings.items():
+            for kind, (enabled, dtype) in self.settings.items():
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(
                         torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cache)

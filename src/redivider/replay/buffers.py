@@ -33,7 +33,7 @@ class Buffers:
         known = _learned.setdefault(modules[0], {}).get(flags)
         self._flags = flags
         self._first = known is None
-        self._before = {
+        self.before = {
             slot: buffers[slot].clone() for slot in (buffers if known is None else known)
         }
         self._rest = {slot: (buffer, buffer._version) for slot, buffer in buffers.items()}
@@ -43,13 +43,13 @@ class Buffers:
         now = _buffers(modules)
         if self._first:
             # By value: batch norm's own operator, for one, writes to its buffers without counting.
-            self._before = {
+            self.before = {
                 slot: old
-                for slot, old in self._before.items()
+                for slot, old in self.before.items()
                 if now[slot] is not self._rest[slot][0] or not torch.equal(old, now[slot])
             }
-            _learned[modules[0]][self._flags] = frozenset(self._before)
-        for slot in self._before:
+            _learned[modules[0]][self._flags] = frozenset(self.before)
+        for slot in self.before:
             del self._rest[slot]
         for slot, (buffer, version) in self._rest.items():
             if now[slot] is not buffer or (buffer._version != version and not self._first):
@@ -59,6 +59,10 @@ class Buffers:
                     "forward or outside of f"
                 )
             self._rest[slot] = (buffer, buffer._version)
+
+    def replace(self, before: dict[Slot, Tensor]) -> None:
+        """Take values that were saved, and trust the others to be what they were."""
+        self.before, self._rest = before, {}
 
     @contextmanager
     def again(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -70,12 +74,12 @@ class Buffers:
                     f"the buffer {slot[1]!r} of f was changed between the forward and the "
                     "backward, which runs f again and needs it as it was"
                 )
-        for (index, name), value in self._before.items():
+        for (index, name), value in self.before.items():
             modules[index]._buffers[name] = value.clone()
         try:
             yield
         finally:
-            for index, name in self._before:
+            for index, name in self.before:
                 modules[index]._buffers[name] = now[index, name]
 
 

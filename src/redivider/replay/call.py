@@ -23,11 +23,6 @@ from redivider.replay.weights import count_fused_steps
 
 _TENSOR = object()  # marks the place of a tensor among the arguments
 
-_WRITES = (
-    "f writes into its own input or parameters, which others still need; leave out inplace=True "
-    "where f begins"
-)
-
 _verified: WeakSet[nn.Module] = WeakSet()
 
 
@@ -39,6 +34,7 @@ class Call:
 
     def __init__(self, anatomy: Anatomy, others: list[Any], spec: Any) -> None:
         self.module = anatomy.modules[0]
+        self.modules = anatomy.modules
         self._anatomy = anatomy
         self._others = others  # the arguments without their tensors, which would be kept alive here
         self._spec = spec
@@ -54,38 +50,52 @@ class Call:
         others = [_TENSOR if isinstance(value, Tensor) else value for value in values]
         return cls(anatomy, others, spec), [*tensors, *anatomy.parameters]
 
-    def first_run(self, tensors: Sequence[Tensor], *, with_graph: bool) -> tuple[Any, Record]:
+    def first_run(
+        self, tensors: Sequence[Tensor], *, with_graph: bool, record: Record | None = None
+    ) -> tuple[Any, Record]:
         """Run the module for its values alone, and record what a second run needs.
 
         Where a graph is built, it is dropped before this returns. It makes the run take the same
         kernels as the second one, and shows at the first call what the module depends on.
         """
-        count_fused_steps()
-        device = tensors[0].device if tensors else torch.device("cpu")
+        if with_graph or self.module not in _verified:
+            needs = [each.requires_grad for each in tensors]
+            run, record = self.only_run(tensors, needs, record=record)
+            return tree_map_only(Tensor, Tensor.detach, run.output), record
+        record = self._new(record, tensors)
         versions = [each._version for each in tensors]
-        unverified = self.module not in _verified
-        with Record(self._anatomy.modules, device).first() as record:
-            if with_graph or unverified:
-                with torch.enable_grad(), _explaining_writes():
-                    leaves = self._leaves(tensors, [each.requires_grad for each in tensors])
-                    output = self._run(leaves)
-            else:
-                args, kwargs = self._arguments(tensors)
-                with torch.no_grad(), uncached_casts():
-                    output = self.module(*args, **kwargs)
-        if versions != [each._version for each in tensors]:
-            raise UnitError(_WRITES)
-        if unverified:
-            _verify_unsharded(self._anatomy.modules)
-            _verify_leaves(output, leaves)
-            _verified.add(self.module)
+        args, kwargs = self._arguments(tensors)
+        with record.first(), torch.no_grad(), uncached_casts():
+            output = self.module(*args, **kwargs)
+        _verify_unwritten(tensors, versions)
         return tree_map_only(Tensor, Tensor.detach, output), record
 
-    def rerun(self, tensors: Sequence[Tensor], needs: Sequence[bool], record: Record) -> "Rerun":
+    def only_run(
+        self, tensors: Sequence[Tensor], needs: Sequence[bool], *, record: Record | None = None
+    ) -> tuple["GraphRun", Record]:
+        """Run the module for the first time with its graph, on leaves made of these tensors."""
+        record = self._new(record, tensors)
+        versions = [each._version for each in tensors]
+        with record.first(), torch.enable_grad(), _explainingwrites_error():
+            leaves = self._leaves(tensors, needs)
+            output = self._run(leaves)
+        _verify_unwritten(tensors, versions)
+        if self.module not in _verified:
+            _verify_unsharded(self.modules)
+            _verify_leaves(output, leaves)
+            _verified.add(self.module)
+        return GraphRun(leaves, output), record
+
+    def rerun(self, tensors: Sequence[Tensor], needs: Sequence[bool], record: Record) -> "GraphRun":
         """Run the module again, with its graph, on leaves made of these tensors."""
         with record.again(), torch.enable_grad():
             leaves = self._leaves(tensors, needs)
-            return Rerun(leaves, self._run(leaves))
+            return GraphRun(leaves, self._run(leaves))
+
+    def _new(self, record: Record | None, tensors: Sequence[Tensor]) -> Record:
+        count_fused_steps()
+        device = tensors[0].device if tensors else torch.device("cpu")
+        return record or Record(self.modules, device)
 
     def _leaves(self, tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
         """Stand-ins whose gradients can be asked for, cut off from the tensors' own history.
@@ -113,8 +123,8 @@ class Call:
         return args, kwargs
 
 
-class Rerun:
-    """What a second run gave, and the leaves it was made from."""
+class GraphRun:
+    """A run with its graph: what it gave, and the leaves it was made from."""
 
     def __init__(self, leaves: list[Tensor], output: Any) -> None:
         self.leaves = leaves
@@ -143,13 +153,26 @@ class Rerun:
 
 
 @contextmanager
-def _explaining_writes() -> Iterator[None]:
+def _explainingwrites_error() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         if "in-place operation" not in str(error):
             raise
-        raise UnitError(_WRITES) from error
+        raise writes_error() from error
+
+
+def _verify_unwritten(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    if any(each._version != version for each, version in zip(tensors, versions, strict=True)):
+        raise writes_error()
+
+
+def writes_error() -> UnitError:
+    """What to say of an f that changes what it is given."""
+    return UnitError(
+        "f writes into its own input or parameters, which others still need; leave out "
+        "inplace=True where f begins"
+    )
 
 
 def _verify_unsharded(modules: Sequence[nn.Module]) -> None:

@@ -1,7 +1,8 @@
 """The circumstances of a run, so that a second run gives the same numbers."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from torch import nn
 from redivider.replay.autocast import Autocast
 from redivider.replay.buffers import Buffers
 from redivider.replay.modes import Modes
-from redivider.replay.random import Draws
+from redivider.replay.random import Draws, Randomness
 from redivider.replay.statistics import statistics_untouched
 
 
@@ -23,20 +24,34 @@ class Record:
 
     The first run leaves everything as running the module once does: random state, running
     statistics, buffers. The second one leaves everything as it found it.
+
+    Args:
+        modules: The module that is run, first, and all those within it.
+        device: Where it runs.
+        randomness: Where its random numbers come from; the caller's generators unless given.
+        counts: The run in which running statistics are updated: "first", or "again".
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        *,
+        randomness: Randomness | None = None,
+        counts: Literal["first", "again"] = "first",
+    ) -> None:
         self._modules = modules
         self._autocast = Autocast(device)
         self._modes = Modes(modules)
         self._buffers = Buffers(modules, self._modes.flags)
-        self._draws = Draws(device)
+        self._randomness = randomness or Draws(device)
+        self._counts = counts
 
     @contextmanager
     def first(self) -> Iterator["Record"]:
         """Surround the first run."""
-        yield self
-        self._draws.finish()
+        with self._counting("first"), self._randomness.first():
+            yield self
         self._buffers.finish(self._modules)
 
     @contextmanager
@@ -46,8 +61,25 @@ class Record:
         with (
             self._modes.again(modules),
             self._buffers.again(modules),
-            statistics_untouched(modules),
+            self._counting("again"),
             self._autocast.again(),
-            self._draws.again(),
+            self._randomness.again(),
         ):
             yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run in flight has recorded, for a checkpoint."""
+        return {
+            "modes": self._modes.flags,
+            "autocast": self._autocast.settings,
+            "buffers": self._buffers.before,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the place of a record that was saved."""
+        self._modes.flags = tuple(state["modes"])
+        self._autocast.settings = state["autocast"]
+        self._buffers.replace(state["buffers"])
+
+    def _counting(self, run: str) -> AbstractContextManager[None]:
+        return nullcontext() if run == self._counts else statistics_untouched(self._modules)
