@@ -12,4 +12,5 @@ def test_the_code_of_the_readme_runs():
     names: dict = {}
     for block in blocks:
         exec(block, names)
-    assert names["chain"][0].weight.grad is not None
+    assert names["logits"].shape == (32, 10)
+    assert names["tick"].loss.isfinite()

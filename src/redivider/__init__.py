@@ -14,6 +14,8 @@ from redivider.footprint import measure_memory as measure_memory
 from redivider.junction import Duplicate as Duplicate
 from redivider.junction import Fuse as Fuse
 from redivider.junction import Split as Split
+from redivider.pipeline.cut import balance as balance
+from redivider.pipeline.lockstep import Pipeline as Pipeline
 from redivider.verify import check_gradients as check_gradients
 from redivider.verify import check_reversible as check_reversible
 
@@ -26,8 +28,10 @@ __all__ = [
     "Fixed",
     "Float",
     "Fuse",
+    "Pipeline",
     "Split",
     "UnitError",
+    "balance",
     "check_gradients",
     "check_memory",
     "check_reversible",

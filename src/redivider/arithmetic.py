@@ -58,6 +58,9 @@ class Float(Arithmetic):
 
     exact = False
 
+    def __repr__(self) -> str:
+        return "Float()"
+
     def store(self, x: Tensor) -> Checked:
         return Checked(x.detach(), None)
 

@@ -72,6 +72,11 @@ class Chain(nn.Module):
                 raise TypeError(
                     f"unit {index} must be a torch.nn.Module, got {type(unit).__name__}"
                 )
+            if isinstance(getattr(unit, "_orig_mod", None), Coupling):
+                raise TypeError(
+                    f"unit {index} is a compiled coupling, which a chain cannot look into; compile "
+                    "its function instead: coupling.f.compile()"
+                )
             self.add_module(str(index), unit)
         if not self._modules:
             raise ValueError("a chain needs at least one unit")
@@ -89,12 +94,7 @@ class Chain(nn.Module):
 
     def forward(self, x: Any, /, **side: Any) -> Any:
         """Run all units on x."""
-        for name in side:
-            if name not in self.takes:
-                close = get_close_matches(name, self.takes, 1)
-                hint = f"did you mean {close[0]!r}?" if close else "see Coupling(f, takes=...)"
-                known = list(self.takes) or "none"
-                raise TypeError(f"no unit takes the keyword {name!r}, they take {known}; {hint}")
+        self.verify_keywords(side)
         if torch.compiler.is_compiling() and self._is_plain():
             for in_row, units in self.segments():
                 x = widen_streams(x) if in_row else x
@@ -102,6 +102,15 @@ class Chain(nn.Module):
                     x = unit(x, **taken(unit, side))
             return x
         return _run_eagerly(self, x, side)
+
+    def verify_keywords(self, side: dict[str, Any]) -> None:
+        """Refuse keywords that no unit takes."""
+        for name in side:
+            if name not in self.takes:
+                close = get_close_matches(name, self.takes, 1)
+                hint = f"did you mean {close[0]!r}?" if close else "see Coupling(f, takes=...)"
+                known = list(self.takes) or "none"
+                raise TypeError(f"no unit takes the keyword {name!r}, they take {known}; {hint}")
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -178,6 +187,9 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
                     x = unit(x, *row, **own)
                 else:
                     x = keep_input(name, unit, (x,), own, exact=exact)
+        for each in row:
+            with naming(name_unit(*units[0])):
+                each.verify_complete()
     return x
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from redivider.arithmetic import Arithmetic
 from redivider.errors import UnitError
 from redivider.replay import Call, GraphRun, Record, writes_error
+from redivider.replay.autocast import is_autocast_enabled
 
 Streams: TypeAlias = tuple[Tensor, Tensor]
 
@@ -132,7 +133,7 @@ def verify_residual(r: Tensor, a: Tensor) -> Tensor:
         raise UnitError(f"f must return one tensor, got {type(r).__name__}")
     # Under autocast f may compute in fewer bits than its stream has, but not in more.
     narrower = (
-        torch.is_autocast_enabled(a.device.type)
+        is_autocast_enabled(a.device)
         and r.is_floating_point()
         and torch.promote_types(r.dtype, a.dtype) == a.dtype
     )

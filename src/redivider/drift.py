@@ -23,7 +23,7 @@ class Drift:
 
     def __init__(self, streams: Streams, tolerance: float, where: str, mailbox: Mailbox) -> None:
         self._fingerprint = _fingerprint(streams)
-        self._norm = torch.stack([each.double().norm() for each in streams]).norm()
+        self._norm = _norm(torch.stack([_norm(_real(each)) for each in streams]))
         self._tolerance = tolerance
         self._where = where
         self._mailbox = mailbox
@@ -40,21 +40,36 @@ class Drift:
             warnings.warn(
                 f"{self._where}: the streams rebuilt in the backward differ from those of the "
                 f"forward by {drift.item():.1e} of their norm (tolerance {self._tolerance:.0e}), "
-                "and the gradients suffer; use streams of more bits (float32 around an f in bf16), "
-                'arithmetic="fixed", or fewer couplings in a row; if rd.check_reversible finds the '
-                "same in float64, f does not give the same numbers twice",
+                f"and the gradients suffer; {self._advice()}",
                 DriftWarning,
                 stacklevel=2,
             )
 
+    def _advice(self) -> str:
+        if self._tolerance == 0.0:  # on a grid
+            return (
+                "f does not give the same bits twice; rd.check_reversible tells from which unit on"
+            )
+        return (
+            'use streams of more bits (float32 around an f in bf16), arithmetic="fixed", or fewer '
+            "couplings in a row; if rd.check_reversible finds the same in float64, f does not give "
+            "the same numbers twice"
+        )
+
 
 def _fingerprint(streams: Streams) -> Tensor:
     # float64, or the sums' own rounding would drown the drift of float32 streams.
-    return torch.cat(
-        [
-            each.detach().flatten(0, -2).sum(0, dtype=torch.float64)
-            if each.dim() > 1
-            else each.detach().double().reshape(-1)
-            for each in streams
-        ]
-    )
+    return torch.cat([_sums(_real(each)).flatten() for each in streams])
+
+
+def _sums(x: Tensor) -> Tensor:
+    return x.sum(tuple(range(x.dim() - 1)), dtype=torch.float64) if x.dim() > 1 else x.double()
+
+
+def _norm(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return norm
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.detach()) if x.is_complex() else x.detach()

@@ -18,9 +18,11 @@ from torch import Tensor
 from redivider.arithmetic import Arithmetic
 from redivider.coupling import Coupling, Streams, recover, verify_residual, verify_streams
 from redivider.drift import Drift
+from redivider.errors import UnitError
 from redivider.mailbox import Mailbox
 from redivider.node import Kept, keep_input
 from redivider.replay import Call, Record
+from redivider.replay.autocast import is_autocast_enabled
 
 Keep: TypeAlias = Literal["graph", "input", "nothing"]
 
@@ -43,6 +45,7 @@ class Row:
         self._keep = keep
         self._mailbox = mailbox
         self._next = 0  # the coupling whose turn it is in the forward
+        self._handed_on: tuple[tuple[int, int], tuple[int, int]] | None = None
         self._faults: list[Tensor] = []
         self._handed: dict[int, Streams] = {}  # in the backward: an output, by its coupling
         self._drift: Drift | None = None
@@ -61,6 +64,11 @@ class Row:
 
     def couple(self, coupling: Coupling, a: Tensor, b: Tensor, side: dict[str, Any]) -> Streams:
         """Run the coupling whose turn it is."""
+        if self._handed_on not in (None, (_mark(a), _mark(b))):
+            raise UnitError(
+                "its streams are not those that the coupling before it gave: a hook changed them; "
+                "hooks on couplings may look, and a junction may change"
+            )
         name, exact = self.names[self._next], self.arithmetic.exact
         if self._keep == "nothing":
             call, tensors = Call.split(coupling.f, (a,), side)
@@ -75,6 +83,7 @@ class Row:
             )
             c = _straight_through(self.advance(verify_residual(r, a)), b, r)
         self._next += 1
+        self._handed_on = (_mark(c), _mark(a))
         return self._end(c, a) if self._next == len(self.names) else (c, a)
 
     def advance(self, r: Tensor) -> Tensor:
@@ -93,6 +102,11 @@ class Row:
     def real(self, stored: Tensor) -> Tensor:
         """The real form of a stream of this row."""
         return self.arithmetic.real(stored, self.dtype)
+
+    def verify_complete(self) -> None:
+        """After the forward: every coupling must have run in this row."""
+        if self._next != len(self.names):
+            raise UnitError("a hook on a coupling took away the argument by which it knows its row")
 
     def hand_back(self, index: int, streams: Streams) -> None:
         """In the backward: give the input of this coupling to the one before, as its output."""
@@ -139,14 +153,18 @@ class Row:
             raise _overflow(self.names[index], self.arithmetic)
 
 
+def _mark(x: Tensor) -> tuple[int, int]:
+    """Tells whether a tensor is the same memory, unchanged, whatever view of it this is."""
+    return x.untyped_storage().data_ptr(), x._version
+
+
 def widen_streams(streams: Any) -> Streams:
     """Verify a pair of streams; under autocast make them float32, as only f should be narrower.
 
     A stem under autocast gives half precision, in which adding up residuals would lose too much.
     """
     a, b = verify_streams(streams)
-    kind = a.device.type
-    if torch.is_autocast_enabled(kind) and a.dtype == torch.get_autocast_dtype(kind):
+    if is_autocast_enabled(a.device) and a.dtype == torch.get_autocast_dtype(a.device.type):
         return a.float(), b.float()
     return a, b
 
@@ -177,9 +195,10 @@ class _KeptNothing(Kept):
         c, a = kept if kept else row.take_back(self._index)
         recovers = row.wants_input(self._index, needs[0] or needs[1])
         if dc is None:  # nothing flows through f
-            needs = [False] * len(needs)
             if not recovers:
                 return [None, da, *[None] * num_others]
+            if not row.arithmetic.exact:  # which needs the kernels of the forward
+                needs = [False] * len(needs)
         recovered = recover(
             self._call,
             c if recovers else None,

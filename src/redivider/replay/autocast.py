@@ -10,7 +10,6 @@ class Autocast:
     """The autocast settings around a run, for its device and the CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cache = torch.is_autocast_cache_enabled()
         self.settings = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {"cpu", device.type}
@@ -24,8 +23,9 @@ class Autocast:
             for kind, (enabled, dtype) in self.settings.items():
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(
-                        torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cache)
+                        torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
                     )
+            stack.enter_context(uncached_casts())
             yield
 
 
@@ -33,8 +33,8 @@ class Autocast:
 def uncached_casts() -> Iterator[None]:
     """Keep the casts of weights made here out of autocast's cache.
 
-    A cast made without a graph would be handed to later uses of the same weight in the same region,
-    which would then lose its gradient.
+    A run works on stand-ins of the weights, new ones each time: nobody would ask for their casts
+    again, and the caller's region, which may last for many steps, would collect them.
     """
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -42,3 +42,9 @@ def uncached_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(cached)
+
+
+def is_autocast_enabled(device: torch.device) -> bool:
+    """Whether autocast is on for a device; not every kind of device has one."""
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

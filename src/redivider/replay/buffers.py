@@ -31,6 +31,8 @@ class Buffers:
     def __init__(self, modules: Sequence[nn.Module], flags: tuple[bool, ...]) -> None:
         buffers = _buffers(modules)
         known = _learned.setdefault(modules[0], {}).get(flags)
+        if known is not None and not known <= buffers.keys():
+            known = None  # f was rebuilt since
         self._flags = flags
         self._first = known is None
         self.before = {
@@ -44,21 +46,20 @@ class Buffers:
         if self._first:
             # By value: batch norm's own operator, for one, writes to its buffers without counting.
             self.before = {
-                slot: old
-                for slot, old in self.before.items()
-                if now[slot] is not self._rest[slot][0] or not torch.equal(old, now[slot])
+                slot: old for slot, old in self.before.items() if not _same(old, now.get(slot))
             }
             _learned[modules[0]][self._flags] = frozenset(self.before)
-        for slot in self.before:
-            del self._rest[slot]
-        for slot, (buffer, version) in self._rest.items():
-            if now[slot] is not buffer or (buffer._version != version and not self._first):
+        for slot, (buffer, version) in list(self._rest.items()):
+            if slot in self.before:
+                del self._rest[slot]
+            elif buffer._version != version and not self._first:
                 raise UnitError(
                     f"f changed its buffer {slot[1]!r}, which its first forward had left alone, so "
                     "the old value is lost and the forward cannot be run again; change it in every "
                     "forward or outside of f"
                 )
-            self._rest[slot] = (buffer, buffer._version)
+            else:
+                self._rest[slot] = (buffer, buffer._version)
 
     def replace(self, before: dict[Slot, Tensor]) -> None:
         """Take values that were saved, and trust the others to be what they were."""
@@ -66,21 +67,31 @@ class Buffers:
 
     @contextmanager
     def again(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Put copies of the old values in place, which the second run may change."""
+        """Put the old values in place: copies of what the second run may change."""
         now = _buffers(modules)
         for slot, (buffer, version) in self._rest.items():
-            if now.get(slot) is not buffer or buffer._version != version:
+            if buffer._version != version:
                 raise ChangedError(
                     f"the buffer {slot[1]!r} of f was changed between the forward and the "
                     "backward, which runs f again and needs it as it was"
                 )
-        for (index, name), value in self.before.items():
-            modules[index]._buffers[name] = value.clone()
+        old = {slot: value.clone() for slot, value in self.before.items()}
+        # One that was replaced by another tensor is still there as it was.
+        old |= {slot: each for slot, (each, _) in self._rest.items() if now.get(slot) is not each}
+        holders = {slot: modules[slot[0]]._buffers for slot in old}
+        for slot, value in old.items():
+            holders[slot][slot[1]] = value
         try:
             yield
         finally:
-            for index, name in self.before:
-                modules[index]._buffers[name] = now[index, name]
+            for slot, holder in holders.items():
+                holder[slot[1]] = now.get(slot)
+
+
+def _same(old: Tensor, now: Tensor | None) -> bool:
+    if now is None or old.shape != now.shape:
+        return False
+    return old.device.type == "meta" or torch.equal(old, now)
 
 
 def _buffers(modules: Sequence[nn.Module]) -> dict[Slot, Tensor]:

@@ -7,12 +7,13 @@ leaves their hooks would fire inside, and once more when the gradient arrives wh
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from redivider.errors import UnitError
@@ -20,6 +21,9 @@ from redivider.replay.anatomy import Anatomy
 from redivider.replay.autocast import uncached_casts
 from redivider.replay.record import Record
 from redivider.replay.weights import count_fused_steps
+
+# A run swaps parameters, flags and random state of the caller's own modules while it lasts.
+_one_at_a_time = RLock()
 
 _TENSOR = object()  # marks the place of a tensor among the arguments
 
@@ -44,7 +48,8 @@ class Call:
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple["Call", list[Tensor]]:
         """Take `module(*args, **kwargs)` apart into a call and its tensors."""
-        anatomy = Anatomy(module)
+        with _one_at_a_time:
+            anatomy = Anatomy(module)
         values, spec = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, Tensor)]
         others = [_TENSOR if isinstance(value, Tensor) else value for value in values]
@@ -60,12 +65,13 @@ class Call:
         """
         if with_graph or self.module not in _verified:
             needs = [each.requires_grad for each in tensors]
-            run, record = self.only_run(tensors, needs, record=record)
+            with saved_tensors_hooks(_forget, _forget):  # nothing will be asked of this graph
+                run, record = self.only_run(tensors, needs, record=record)
             return tree_map_only(Tensor, Tensor.detach, run.output), record
         record = self._new(record, tensors)
         versions = [each._version for each in tensors]
         args, kwargs = self._arguments(tensors)
-        with record.first(), torch.no_grad(), uncached_casts():
+        with _one_at_a_time, record.first(), torch.no_grad(), uncached_casts():
             output = self.module(*args, **kwargs)
         _verify_unwritten(tensors, versions)
         return tree_map_only(Tensor, Tensor.detach, output), record
@@ -76,21 +82,29 @@ class Call:
         """Run the module for the first time with its graph, on leaves made of these tensors."""
         record = self._new(record, tensors)
         versions = [each._version for each in tensors]
-        with record.first(), torch.enable_grad(), _explainingwrites_error():
+        with (
+            _one_at_a_time,
+            record.first(),
+            torch.enable_grad(),
+            uncached_casts(),
+            _explaining_writes(),
+        ):
             leaves = self._leaves(tensors, needs)
             output = self._run(leaves)
         _verify_unwritten(tensors, versions)
         if self.module not in _verified:
             _verify_unsharded(self.modules)
-            _verify_leaves(output, leaves)
-            _verified.add(self.module)
+        _verify_leaves(output, leaves)
+        _verified.add(self.module)
         return GraphRun(leaves, output), record
 
     def rerun(self, tensors: Sequence[Tensor], needs: Sequence[bool], record: Record) -> "GraphRun":
         """Run the module again, with its graph, on leaves made of these tensors."""
-        with record.again(), torch.enable_grad():
+        with _one_at_a_time, record.again(), torch.enable_grad():
             leaves = self._leaves(tensors, needs)
-            return GraphRun(leaves, self._run(leaves))
+            output = self._run(leaves)
+        _verify_leaves(output, leaves)
+        return GraphRun(leaves, output)
 
     def _new(self, record: Record | None, tensors: Sequence[Tensor]) -> Record:
         count_fused_steps()
@@ -152,8 +166,12 @@ class GraphRun:
         return [next(found) if leaf.requires_grad else None for leaf in self.leaves]
 
 
+def _forget(_: Any) -> Any:
+    return None
+
+
 @contextmanager
-def _explainingwrites_error() -> Iterator[None]:
+def _explaining_writes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

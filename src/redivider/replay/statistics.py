@@ -7,10 +7,12 @@ running ones. A second run on the same batch must do the first without the secon
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+# These pass no running statistics on when the flag is off; what a subclass does is its own affair.
+HEED_THE_FLAG = {layer.forward for layer in BATCH_NORMS}
 
 
 def counting_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -20,7 +22,7 @@ def counting_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
         for layer in modules
         if isinstance(layer, BATCH_NORMS + INSTANCE_NORMS)
         and layer.training
-        and layer.track_running_stats
+        and layer._buffers.get("running_mean") is not None
     ]
 
 
@@ -28,17 +30,20 @@ def counting_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
 def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Normalise by the batch, and leave the running statistics as they are."""
     layers = counting_layers(modules)
-    taken: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
-    for layer in layers:
-        if isinstance(layer, BATCH_NORMS):
-            layer.track_running_stats = False
-        else:  # instance norm updates its buffers whatever the flag says, so take them away
-            taken.append((layer, dict(layer._buffers)))
-            layer._buffers.update(dict.fromkeys(layer._buffers))
+    flags = [(each, each.track_running_stats) for each in layers if _heeds(each)]
+    real = [(each, dict(each._buffers)) for each in layers if not _heeds(each)]
+    for layer, _ in flags:
+        layer.track_running_stats = False  # type: ignore[assignment]
+    for layer, buffers in real:  # these get copies to spend
+        layer._buffers.update({k: v if v is None else v.clone() for k, v in buffers.items()})
     try:
         yield
     finally:
-        for layer in layers:
-            layer.track_running_stats = True  # type: ignore[assignment]
-        for layer, buffers in taken:
+        for layer, flag in flags:
+            layer.track_running_stats = flag
+        for layer, buffers in real:
             layer._buffers.update(buffers)
+
+
+def _heeds(layer: nn.Module) -> bool:
+    return type(layer).forward in HEED_THE_FLAG

@@ -1,0 +1,382 @@
+"""A pipeline in one process: every stage, tick by tick. The reference for all other runners.
+
+At each tick every stage forwards a new micro-batch and takes an old one back, by the weights it had
+when the tick began; then each stage that has done `accumulate` backward passes updates. The order
+is tick.py's.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate as running_sum
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from redivider.arithmetic import Arithmetic, resolve_arithmetic
+from redivider.chain import Chain, name_unit
+from redivider.coupling import Coupling
+from redivider.errors import naming
+from redivider.pipeline.cut import balance_of, count_costs, cut_evenly, units_of
+from redivider.pipeline.loss import Loss
+from redivider.pipeline.memory import resolve_method
+from redivider.pipeline.stage import Clip, Message, Stage
+from redivider.pipeline.state import StateError, read_state, write_state
+from redivider.pipeline.tick import actions, delay, num_ticks
+from redivider.pipeline.unit import Flow, Unit
+from redivider.replay.autocast import Autocast
+
+FORMAT = "redivider pipeline 1"
+
+logger = logging.getLogger("redivider")
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The micro-batch that met its loss in a tick; None while the pipeline fills."""
+
+    microbatch: int | None = None
+    loss: Tensor | None = None
+    aux: Any = None
+
+
+class Pipeline:
+    """Trains a model by stages that do not wait for each other.
+
+        pipe = rd.Pipeline(model, stages=4, loss=F.cross_entropy, method="petra", accumulate=2,
+                           optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.05))
+        for images, targets in batches:
+            tick = pipe.step(images, targets)     # tick.loss is None while the pipeline fills
+        pipe.flush()                              # finish what is in flight
+        logits = pipe.evaluate(images)
+
+    It trains the caller's own modules: afterwards the model passed in is trained.
+
+    Args:
+        model: A `Chain`, a module with `units()`, or a list of units.
+        stages: A number of stages, a list of their sizes, or "auto" for one per unit. A number is
+            balanced by the work of each unit on `example`, or by units without one.
+        loss: A function or module of (output, target) that returns the loss, or (loss, aux).
+        optimizer: Called once for each stage that has parameters to train; makes its optimizer.
+        method: What is kept and which weights the backward sees: "petra", "dsp", "delayed",
+            "delayed-graph", "exact-inverse" or "approximate-input".
+        accumulate: Backward passes per update; their gradients are averaged.
+        lr_lambda: Factor of the learning rate by the number of a stage's update.
+        latency: Ticks that a message travels between neighbouring stages.
+        arithmetic: "float" or "fixed", as for a chain.
+        clip_norm: Largest norm of a stage's gradient; None for no clipping.
+        clip_over: "stage", or "all": with the other stages' norms at their last updates.
+        seed: Of the random numbers, a function of seed, micro-batch and unit; torch's own seed
+            unless given.
+        example: An input by which the work of the units is counted for the cut.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        stages: int | Sequence[int] | Literal["auto"],
+        loss: Callable[..., Any],
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        method: str = "petra",
+        accumulate: int = 1,
+        lr_lambda: Callable[[int], float] | None = None,
+        latency: int = 1,
+        arithmetic: str | Arithmetic = "float",
+        clip_norm: float | None = None,
+        clip_over: Literal["stage", "all"] = "stage",
+        seed: int | None = None,
+        example: Any = None,
+    ) -> None:
+        if accumulate < 1 or latency < 1:
+            raise ValueError(
+                f"accumulate and latency must be at least 1, got {accumulate} and {latency}"
+            )
+        if clip_over not in ("stage", "all"):
+            raise ValueError(f'clip_over must be "stage" or "all", got {clip_over!r}')
+        units = units_of(model)
+        self.method = resolve_method(method)
+        self.accumulate = accumulate
+        self.latency = latency
+        self.seed = torch.initial_seed() if seed is None else seed
+        self.arithmetic = resolve_arithmetic(arithmetic)
+        self.cut, self.balance = _cut(units, stages, example)
+        self._lr_lambda = lr_lambda
+        self._clip = None if clip_norm is None else Clip(clip_norm, clip_over)
+        self._chain = Chain(units.values(), backward="store", arithmetic=self.arithmetic)
+        self.stages = self._place(units)
+        self._units = {
+            name: unit
+            for name, unit in zip(units, (u for s in self.stages for u in s.units), strict=True)
+        }
+        self._loss = Loss(loss, len(units), self.seed)
+        self._loss.hang_in(self.stages[-1])
+        verify_unshared(self.stages)
+        for stage in self.stages:
+            if any(each.requires_grad for each in stage.parameters()):
+                stage.optimizer = optimizer(stage)
+        self._tick = 0  # since the pipeline was last empty
+        self._first = 0  # the micro-batch that entered at tick 0
+        self._entered = 0  # micro-batches since then
+        # On their way: by stage, then by micro-batch.
+        self._up: list[dict[int, Message]] = [{} for _ in self.stages]
+        self._down: list[dict[int, Message]] = [{} for _ in self.stages]
+        self._stopped: str | None = None
+        logger.info("%s", self)
+
+    def step(self, x: Any, target: Any = None, /, **side: Any) -> Tick:
+        """Feed a micro-batch and run one tick; return the loss of the one that met it."""
+        self._verify_side(side)
+        self._verify_running()
+        n = self._first + self._entered
+        first = tree_leaves(x)[0]
+        autocast = Autocast(first.device)
+        self._up[0][n] = Message(n, Flow(x), autocast, side, target)
+        self._entered += 1
+        return self._run_tick()
+
+    def flush(self, *, update: bool = False) -> list[Tick]:
+        """Run ticks without new inputs until nothing is in flight; return those with a loss.
+
+        A last group of fewer than `accumulate` backward passes stays summed and joins the next one,
+        or is applied, averaged over its own count, with `update=True`.
+        """
+        self._verify_running()
+        ticks = []
+        while self._tick < num_ticks(self._entered, len(self.stages), self.latency):
+            ticks.append(self._run_tick())
+        self._first += self._entered
+        self._tick = self._entered = 0
+        if update:
+            self._update([stage for stage in self.stages if stage.num_pending])
+        return [tick for tick in ticks if tick.microbatch is not None]
+
+    @torch.no_grad()
+    def evaluate(self, x: Any, /, **side: Any) -> Any:
+        """Run the model in evaluation mode by the weights of now; at any time."""
+        flags = [(module, module.training) for module in self._chain.modules()]
+        self._chain.eval()
+        try:
+            return self._chain(x, **side)
+        finally:
+            for module, flag in flags:
+                module.training = flag
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next ticks depend on, copied: all that is in flight, too."""
+        state = {
+            "format": FORMAT,
+            "pipeline": self._configuration(),
+            "cut": self.cut,
+            "tick": self._tick,
+            "first": self._first,
+            "entered": self._entered,
+            "up": [[each.state_dict() for each in inbox.values()] for inbox in self._up],
+            "down": [[each.state_dict() for each in inbox.values()] for inbox in self._down],
+            "stages": [stage.state_dict_of_training() for stage in self.stages],
+            "units": {name: unit.state_dict() for name, unit in self._units.items()},
+            "loss": self._loss.state_dict(),
+        }
+        copied: dict[str, Any] = tree_map_only(Tensor, lambda each: each.detach().clone(), state)
+        return copied
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state, bit for bit; one that does not fit changes nothing."""
+        self._verify_state(state)
+        state = tree_map_only(Tensor, lambda each: each.detach().clone(), state)
+        device = next(self._chain.parameters(), torch.empty(0)).device
+        for inboxes, saved in ((self._up, state["up"]), (self._down, state["down"])):
+            for inbox, messages in zip(inboxes, saved, strict=True):
+                inbox.clear()
+                inbox |= {each["microbatch"]: Message.from_state(each, device) for each in messages}
+        sides = {n: m.side for inbox in (*self._up, *self._down) for n, m in inbox.items()}
+        for name, unit in self._units.items():
+            unit.load_state_dict(state["units"][name], sides, device)
+        for stage, saved in zip(self.stages, state["stages"], strict=True):
+            stage.load_training(saved)
+        self._loss.load_state_dict(state["loss"])
+        self._tick, self._first = state["tick"], state["first"]
+        self._entered = state["entered"]
+        self._stopped = None
+
+    def save(self, folder: str | Path) -> None:
+        """Write the state to a folder: safetensors (a package to install) and a manifest."""
+        self._verify_running()
+        write_state(folder, self.state_dict())
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from a folder that `save` wrote."""
+        self.load_state_dict(read_state(folder))
+
+    @property
+    def num_in_flight(self) -> int:
+        """Micro-batches that have entered and not yet left."""
+        left = self._tick - delay(0, len(self.stages), self.latency)
+        return self._entered - max(0, left)
+
+    def __repr__(self) -> str:
+        return (
+            f"Pipeline({self.method.name}: {sum(self.cut)} units in {len(self.cut)} stages, "
+            f"stages={self.cut}, balance {self.balance:.2f} of {len(self.cut)}, "
+            f"accumulate={self.accumulate}, latency={self.latency})"
+        )
+
+    def _run_tick(self) -> Tick:
+        result = Tick()
+        with self._stopping():
+            due = actions(self._tick, len(self.stages), self.latency, self._entered)
+            for kind, j, local in due:
+                n = self._first + local
+                if kind == "F":
+                    result = self._forward(j, n) or result
+                else:
+                    self._backward(j, n)
+            self._tick += 1
+            self._update([s for s in self.stages if s.num_pending == self.accumulate])
+        return result
+
+    def _forward(self, j: int, n: int) -> Tick | None:
+        message = self.stages[j].run_forward(self._up[j].pop(n))
+        if j + 1 < len(self.stages):
+            self._up[j + 1][n] = message
+            return None
+        with naming(f"stage {j}, loss, micro-batch {n}"), message.autocast.again():
+            self._down[j][n], loss, aux = self._loss.run(message, self.arithmetic)
+        return Tick(n, loss, aux)
+
+    def _backward(self, j: int, n: int) -> None:
+        message = self.stages[j].run_backward(self._down[j].pop(n))
+        if j > 0:
+            self._down[j - 1][n] = message
+
+    def _update(self, stages: Sequence[Stage]) -> None:
+        norms = [stage.norm for stage in self.stages]  # as known when the tick began
+        for stage in stages:
+            others = [norm for j, norm in enumerate(norms) if j != stage.index]
+            factor = 1.0 if self._lr_lambda is None else self._lr_lambda(stage.num_updates)
+            stage.update(factor, self._clip, others)
+
+    def _place(self, units: dict[str, nn.Module]) -> list[Stage]:
+        modules, names = list(units.values()), list(units)
+        ends = list(running_sum(self.cut))
+        stages = []
+        for j, (size, end) in enumerate(zip(self.cut, ends, strict=True)):
+            placed = {
+                names[i]: Unit(
+                    modules[i],
+                    i,
+                    name_unit(i, modules[i]),
+                    method=self.method,
+                    arithmetic=self.arithmetic,
+                    seed=self.seed,
+                    follows=_follows(modules, i),
+                    at_the_end=j + 1 == len(self.cut),
+                )
+                for i in range(end - size, end)
+            }
+            stages.append(Stage(j, placed))
+        return stages
+
+    def _configuration(self) -> dict[str, Any]:
+        """What must be the same for a state to fit."""
+        return {
+            "units": list(self._units),
+            "method": self.method.name,
+            "accumulate": self.accumulate,
+            "latency": self.latency,
+            "seed": self.seed,
+            "arithmetic": str(self.arithmetic),
+        }
+
+    def _verify_state(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            raise StateError(f"this is not a state of a pipeline in the format {FORMAT!r}")
+        for key, mine in self._configuration().items():
+            other = state["pipeline"][key]
+            if other != mine:
+                raise StateError(
+                    f"the state is of another pipeline: its {key} is {other}, not {mine}"
+                )
+        if state["cut"] != self.cut:
+            raise StateError(
+                f"the state has the cut {state['cut']}, this pipeline {self.cut}; build it with "
+                f"stages={state['cut']}"
+            )
+        for name, unit in self._units.items():
+            mine = {key: tuple(each.shape) for key, each in unit.module.state_dict().items()}
+            saved = state["units"][name]["weights"]
+            other = {key: tuple(each.shape) for key, each in saved.items()}
+            if mine != other:
+                raise StateError(f"{unit.name} has the tensors {mine}, and in the state {other}")
+
+    def _verify_side(self, side: dict[str, Any]) -> None:
+        self._chain.verify_keywords(side)
+        for name, value in side.items():
+            if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(value)):
+                raise ValueError(
+                    f"the keyword {name!r} requires grad, but a pipeline gives side inputs no "
+                    "gradient; detach it, or train with a Chain"
+                )
+
+    def _verify_running(self) -> None:
+        if self._stopped is not None:
+            raise RuntimeError(
+                f"the pipeline was stopped in the middle of a tick by: {self._stopped}; load a "
+                "state from before, or build it anew"
+            )
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._stopped = f"{type(error).__name__}: {error}"
+            raise
+
+
+def _cut(
+    units: dict[str, nn.Module], stages: int | Sequence[int] | str, example: Any
+) -> tuple[list[int], float]:
+    """The sizes of the stages, and their balance."""
+    by = "units" if example is None else "work"
+    costs = count_costs(list(units.values()), by, example)
+    if isinstance(stages, str):
+        if stages != "auto":
+            raise ValueError(f'stages must be a number, a list of sizes or "auto", got {stages!r}')
+        sizes = [1] * len(units)
+    elif isinstance(stages, int):
+        sizes = cut_evenly(costs, stages)
+    else:
+        sizes = list(stages)
+        if any(size < 1 for size in sizes) or sum(sizes) != len(units):
+            raise ValueError(
+                f"the sizes of the stages, {sizes}, must be at least 1 and add up to the number of "
+                f"units, {len(units)}; rd.balance(model, {len(sizes)}) gives such a list"
+            )
+    return sizes, balance_of(costs, sizes)
+
+
+def _follows(
+    modules: Sequence[nn.Module], index: int
+) -> Literal["coupling", "junction", "nothing"]:
+    if index == 0:
+        return "nothing"
+    return "coupling" if isinstance(modules[index - 1], Coupling) else "junction"
+
+
+def verify_unshared(stages: Sequence[Stage]) -> None:
+    """Refuse a parameter that two stages would train: they do so at different times."""
+    owners: dict[int, tuple[int, str]] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            j, other = owners.setdefault(id(parameter), (stage.index, name))
+            if j != stage.index:
+                raise ValueError(
+                    f"the parameter {name!r} of stage {stage.index} is also {other!r} of stage "
+                    f"{j}: stages update at different times, so they cannot share it; untie it, or "
+                    "put both units into one stage"
+                )

@@ -1,0 +1,92 @@
+"""The loss at the end of a pipeline: forward and gradient in one go."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from redivider.arithmetic import Arithmetic
+from redivider.errors import UnitError
+from redivider.pipeline.stage import Message, Stage
+from redivider.pipeline.unit import Flow, accumulate
+from redivider.replay import Call, Record
+from redivider.replay.random import Seeded, mix_seeds
+
+
+class Loss:
+    """A function or module of (output, target) that returns a loss, or (loss, aux).
+
+    Args:
+        function: The caller's.
+        index: Its place behind all units; random numbers depend on it.
+        seed: Of the pipeline's random numbers.
+    """
+
+    def __init__(self, function: Callable[..., Any], index: int, seed: int) -> None:
+        self.module = function if isinstance(function, nn.Module) else _Function(function)
+        self._index = index
+        self._seed = seed
+
+    def hang_in(self, stage: Stage) -> None:
+        """Let the last stage own the loss's parameters."""
+        if any(True for _ in self.module.parameters()):
+            stage.add_module("loss", self.module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its weights, and their gradients summed so far."""
+        gradients = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+        return {"weights": self.module.state_dict(), "gradients": gradients}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from such a state."""
+        self.module.load_state_dict(state["weights"])
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = state["gradients"].get(name)
+
+    def run(self, message: Message, arithmetic: Arithmetic) -> tuple[Message, Tensor, Any]:
+        """Turn the model's output into the loss, and its gradient into a message downwards."""
+        n, flow = message.microbatch, message.flow
+        output = (
+            flow.value
+            if flow.dtype is None
+            else tuple(arithmetic.real(each, flow.dtype) for each in flow.value)
+        )
+        call, tensors = Call.split(self.module, (output, message.target), {})
+        values = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        parameters = list(self.module.parameters())
+        needs = [each.is_floating_point() for each in values]
+        needs += [False] * (len(tensors) - len(values) - len(parameters))
+        needs += [each.requires_grad for each in parameters]
+        randomness = Seeded(mix_seeds(self._seed, n, self._index), values[0].device)
+        record = Record(call.modules, values[0].device, randomness=randomness)
+        run, _ = call.only_run(tensors, needs, record=record)
+        loss, aux = _parted(run.output)
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss of micro-batch {n} is {loss.item()}; no update was done with it"
+            )
+        others = len([each for each in tree_leaves(run.output) if isinstance(each, Tensor)]) - 1
+        grads = run.pull_back([torch.ones_like(loss), *[None] * others])
+        accumulate(parameters, grads[len(grads) - len(parameters) :])
+        below = flow if flow.dtype is not None else Flow(None)
+        down = Message(n, below, message.autocast, message.side, grads=grads[: len(values)])
+        return down, loss.detach(), tree_map_only(Tensor, Tensor.detach, aux)
+
+
+def _parted(result: Any) -> tuple[Tensor, Any]:
+    loss, aux = result if isinstance(result, tuple | list) else (result, None)
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UnitError(f"a loss must be one number, or (loss, aux), got {kind}")
+    return loss, aux
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, output: Any, target: Any) -> Any:
+        return self._function(output, target)

@@ -1,0 +1,183 @@
+"""PETRA's Algorithm 1, seen by one worker: forward, backward, accumulate, update.
+
+A stage works by the weights as they were when the tick began; its update comes last.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from redivider.errors import naming
+from redivider.pipeline.unit import Flow, Unit
+from redivider.replay.autocast import Autocast
+
+
+@dataclass
+class Message:
+    """What a micro-batch carries between stages: its target upwards, gradients downwards."""
+
+    microbatch: int
+    flow: Flow
+    autocast: Autocast
+    side: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+    grads: list[Tensor | None] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as plain data and tensors."""
+        return {
+            "microbatch": self.microbatch,
+            "value": self.flow.value,
+            "dtype": self.flow.dtype,
+            "autocast": self.autocast.settings,
+            "side": self.side,
+            "target": self.target,
+            "grads": self.grads,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> "Message":
+        """Build it again."""
+        autocast = Autocast(device)
+        autocast.settings = state["autocast"]
+        flow = Flow(state["value"], state["dtype"])
+        n, side = state["microbatch"], state["side"]
+        return cls(n, flow, autocast, side, state["target"], state["grads"])
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The largest norm that a gradient may have, over its own stage or over all of them."""
+
+    norm: float
+    over: Literal["stage", "all"] = "stage"
+
+
+class Stage(nn.Module):
+    """Consecutive units with their optimizer.
+
+    As a module it holds the caller's own units under the names they have in the uncut model, so the
+    names of its parameters are the model's.
+
+    Args:
+        index: Its place in the pipeline.
+        units: The units by their names in the model.
+    """
+
+    def __init__(self, index: int, units: dict[str, Unit]) -> None:
+        super().__init__()
+        self.index = index
+        self.units = list(units.values())
+        for name, unit in units.items():
+            hang(self, name, unit.module)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.num_updates = 0
+        self.num_pending = 0
+        """Backward passes since the last update."""
+        self.norm = 0.0
+        """Of the gradient at the last update, before clipping."""
+
+    def run_forward(self, message: Message) -> Message:
+        """Forward a new micro-batch; return what goes to the next stage."""
+        n, flow = message.microbatch, message.flow
+        with message.autocast.again():
+            for unit in self.units:
+                with naming(self._where(unit.name, n)):
+                    flow = unit.forward(n, flow, message.side)
+        return Message(n, flow, message.autocast, message.side, message.target)
+
+    def run_backward(self, message: Message) -> Message:
+        """Take an old micro-batch back; return what goes to the stage before."""
+        n, flow, grads = message.microbatch, message.flow, message.grads
+        for unit in reversed(self.units):
+            with naming(self._where(unit.name, n)):
+                flow, grads = unit.backward(n, flow, grads, message.side)
+        self.num_pending += 1
+        return Message(n, flow, message.autocast, message.side, grads=grads)
+
+    def update(self, factor: float, clip: Clip | None, other_norms: Iterable[float]) -> None:
+        """Average the summed gradients, clip them, and step the optimizer.
+
+        Args:
+            factor: Of the learning rate.
+            clip: How gradients are clipped, if at all.
+            other_norms: Of the other stages' gradients at their last updates.
+        """
+        grads = [each.grad for each in self.parameters() if each.grad is not None]
+        if grads and self.num_pending > 1:
+            torch._foreach_div_(grads, self.num_pending)
+        if clip is not None:
+            self._clip(grads, clip, other_norms)
+        for unit in self.units:
+            if unit.stash:
+                unit.stash.advance()
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                _set_rate(group, factor)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.num_pending = 0
+        self.num_updates += 1
+
+    def state_dict_of_training(self) -> dict[str, Any]:
+        """Counters, and the optimizer's state by the names of the parameters."""
+        state: dict[str, Any] = {
+            "num_updates": self.num_updates,
+            "num_pending": self.num_pending,
+            "norm": self.norm,
+        }
+        if self.optimizer is not None:
+            names = {id(each): name for name, each in self.named_parameters()}
+            state["groups"] = [
+                {k: v for k, v in group.items() if k != "params"}
+                | {"names": [names[id(each)] for each in group["params"]]}
+                for group in self.optimizer.param_groups
+            ]
+            state["optimizer"] = {names[id(p)]: dict(s) for p, s in self.optimizer.state.items()}
+        return state
+
+    def load_training(self, state: dict[str, Any]) -> None:
+        """Continue from such a state."""
+        self.num_updates = state["num_updates"]
+        self.num_pending = state["num_pending"]
+        self.norm = state["norm"]
+        if self.optimizer is None:
+            return
+        by_name = dict(self.named_parameters())
+        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "names"})
+        self.optimizer.state.clear()
+        for name, values in state["optimizer"].items():
+            self.optimizer.state[by_name[name]] = dict(values)
+
+    def _clip(self, grads: Sequence[Tensor], clip: Clip, other_norms: Iterable[float]) -> None:
+        norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+        self.norm = norm
+        others = sum(each**2 for each in other_norms) if clip.over == "all" else 0.0
+        total = (norm**2 + others) ** 0.5
+        if total > clip.norm and grads:
+            torch._foreach_mul_(list(grads), clip.norm / total)
+
+    def _where(self, unit: str, microbatch: int) -> str:
+        return f"stage {self.index}, {unit}, micro-batch {microbatch}"
+
+
+def hang(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Make a module reachable under a dotted name."""
+    *path, last = name.split(".")
+    for step in path:
+        if step not in root._modules:
+            root.add_module(step, nn.Module())
+        root = root.get_submodule(step)
+    root.add_module(last, module)
+
+
+def _set_rate(group: dict[str, Any], factor: float) -> None:
+    rate = group.setdefault("initial_lr", group["lr"]) * factor
+    if isinstance(group["lr"], Tensor):
+        group["lr"].copy_(rate)
+    else:
+        group["lr"] = rate

@@ -1,0 +1,70 @@
+"""Who does what at tick t: the only place that knows the order. No torch here.
+
+Stage j of J forwards micro-batch t - l j and takes back micro-batch t - l (2 (J-1) - j), where l is
+the latency: the ticks that a message travels between neighbours. In the last stage both are the
+same micro-batch. For J = 3 and l = 1, stages down, ticks across:
+
+    t        0     1     2     3     4     5
+    stage 0  F0    F1    F2    F3    F4 B0 F5 B1
+    stage 1        F0    F1    F2 B0 F3 B1 F4 B2
+    stage 2              F0 B0 F1 B1 F2 B2 F3 B3
+
+PETRA, algorithm 1 (Rivaud et al. 2025).
+"""
+
+import re
+from typing import Literal, NamedTuple
+
+
+class Action(NamedTuple):
+    """One stage's forward ("F") or backward ("B") of one micro-batch; prints and parses as F1.0."""
+
+    kind: Literal["F", "B"]
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Read what `str` wrote."""
+        match = re.fullmatch(r"([FB])(\d+)\.(\d+)", text)
+        if match is None:
+            raise ValueError(f"an action reads like F1.0 (stage 1, micro-batch 0), got {text!r}")
+        kind, stage, microbatch = match.groups()
+        return cls("F" if kind == "F" else "B", int(stage), int(microbatch))
+
+
+def actions(
+    t: int, stages: int, latency: int = 1, num_microbatches: int | None = None
+) -> tuple[Action, ...]:
+    """What happens at tick t, stage by stage, forward before backward.
+
+    Args:
+        t: The tick, counted since the pipeline was empty.
+        stages: Number of stages.
+        latency: Ticks that a message travels.
+        num_microbatches: How many enter, one a tick; without it they never end.
+    """
+    last = stages - 1
+    found = []
+    for stage in range(stages):
+        due: tuple[tuple[Literal["F", "B"], int], ...] = (
+            ("F", t - latency * stage),
+            ("B", t - latency * (2 * last - stage)),
+        )
+        for kind, microbatch in due:
+            if microbatch >= 0 and (num_microbatches is None or microbatch < num_microbatches):
+                found.append(Action(kind, stage, microbatch))
+    return tuple(found)
+
+
+def delay(stage: int, stages: int, latency: int = 1) -> int:
+    """Ticks between a stage's forward and its backward of the same micro-batch."""
+    return 2 * latency * (stages - 1 - stage)
+
+
+def num_ticks(num_microbatches: int, stages: int, latency: int = 1) -> int:
+    """Ticks until everything that entered has left again."""
+    return num_microbatches + delay(0, stages, latency) if num_microbatches else 0

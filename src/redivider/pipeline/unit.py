@@ -1,0 +1,298 @@
+"""A unit at its place in a pipeline: its forward of a new micro-batch, its backward of an old one.
+
+What flows upwards between units is a value: any structure of tensors, or, within a row of
+couplings, the stored form of two streams. What flows down is that value again, where the unit below
+rebuilds its input from it, and the gradients of the value's tensors.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from redivider.arithmetic import Arithmetic, Checked
+from redivider.chain import taken
+from redivider.coupling import Coupling, Recovered, recover, verify_residual
+from redivider.pipeline.memory import Method, Stash
+from redivider.replay import Call, GraphRun, Record
+from redivider.replay.random import Seeded, mix_seeds
+from redivider.replay.statistics import statistics_untouched
+from redivider.row import Keep, widen_streams
+
+
+@dataclass
+class Flow:
+    """A value between two units. Streams in stored form have the dtype of their real form."""
+
+    value: Any
+    dtype: torch.dtype | None = None
+
+
+@dataclass
+class Kept:
+    """What a unit keeps of one micro-batch."""
+
+    record: Record
+    value: Any = None
+    """Its input: a coupling's first stream, all of it for a junction."""
+    dtype: torch.dtype | None = None
+    """Of the streams' real form, if the input is streams in stored form."""
+    run: GraphRun | None = None
+    version: int = 0
+
+
+class Unit:
+    """One module of the pipeline.
+
+    Args:
+        module: A coupling or a junction.
+        index: Its index in the uncut model; random numbers depend on it.
+        name: What errors call it.
+        method: What is kept, and which weights the backward sees.
+        arithmetic: How residuals are added.
+        seed: Of the pipeline's random numbers.
+        follows: Whether it is fed by a coupling, by a junction, or is the first.
+        at_the_end: Whether it lies in the last stage, where the backward follows at once.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        name: str,
+        *,
+        method: Method,
+        arithmetic: Arithmetic,
+        seed: int,
+        follows: Literal["coupling", "junction", "nothing"],
+        at_the_end: bool,
+    ) -> None:
+        self.module = module
+        self.index = index
+        self.name = name
+        self.is_coupling = isinstance(module, Coupling)
+        self.keep: Keep = method.coupling if self.is_coupling else method.junction
+        if at_the_end and not self.is_coupling:
+            self.keep = "graph"  # it runs once: there is no delay to bridge
+        self._inner = module.f if isinstance(module, Coupling) else module
+        self._method = method
+        self._arithmetic = arithmetic
+        self._seed = seed
+        self._in_row = follows == "coupling"
+        # The unit below rebuilds its input from its output, and needs it from here.
+        self._hands_down = follows == "coupling" and method.coupling == "nothing"
+        self._needs_grad = follows != "nothing"
+        self.parameters = Call.split(self._inner, (), {})[1]
+        stashes = method.weights == "stashed" and not at_the_end
+        self.stash = Stash(self.parameters) if stashes else None
+        self.kept: dict[int, Kept] = {}
+
+    def forward(self, microbatch: int, flow: Flow, side: dict[str, Any]) -> Flow:
+        """Run the unit on a new micro-batch, by the weights of now."""
+        flow = self._enter_row(flow) if self.is_coupling and not self._in_row else flow
+        argument = self._argument(flow)
+        call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
+        kept = Kept(self._record(call, microbatch, tensors[0].device), dtype=flow.dtype)
+        if self.keep == "graph":
+            if self.stash:
+                tensors = self._with_weights(tensors, self.stash.pin())
+            needs = self._needs(tensors, argument)
+            kept.run, _ = call.only_run(tensors, needs, record=kept.record)
+            output = tree_map_only(Tensor, Tensor.detach, kept.run.output)
+        else:
+            exact = self._arithmetic.exact
+            output, _ = call.first_run(tensors, with_graph=exact, record=kept.record)
+        if self.stash:
+            kept.version = self.stash.borrow()
+        if self.keep != "nothing":
+            kept.value = flow.value[0] if self.is_coupling else flow.value
+        self.kept[microbatch] = kept
+        if not self.is_coupling:
+            return Flow(output)
+        a, b = flow.value
+        added = self._arithmetic.add(b, verify_residual(output, argument))
+        return Flow((self._sound(added, output), a), flow.dtype)
+
+    def backward(
+        self, microbatch: int, flow: Flow, grads: Sequence[Tensor | None], side: dict[str, Any]
+    ) -> tuple[Flow, list[Tensor | None]]:
+        """Run the backward of an old micro-batch, and add to the gradients of the parameters.
+
+        Args:
+            microbatch: Which one.
+            flow: The unit's output, where the input must be rebuilt from it.
+            grads: Of the output's tensors.
+            side: The micro-batch's keywords.
+
+        Returns:
+            The unit's input, where the unit below must rebuild its own from it, and its gradients.
+        """
+        kept = self.kept.pop(microbatch)
+        pull = self._pull_coupling if self.is_coupling else self._pull_junction
+        below, all_grads, num_values = pull(kept, flow, grads, side)
+        accumulate(self.parameters, all_grads[len(all_grads) - len(self.parameters) :])
+        if self.stash:
+            self.stash.give_back(kept.version)
+        return below, all_grads[:num_values]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and buffers, gradients summed so far, and what is kept of what is in flight."""
+        gradients = {
+            name: each.grad
+            for name, each in self.module.named_parameters()
+            if each.grad is not None
+        }
+        kept = {
+            n: {
+                "record": each.record.state_dict(),
+                "value": each.value,
+                "dtype": each.dtype,
+                "version": each.version,
+            }
+            for n, each in self.kept.items()
+        }
+        state = {"weights": self.module.state_dict(), "gradients": gradients, "kept": kept}
+        if self.stash:
+            state["stash"] = {"version": self.stash.version, "copies": self.stash.copies}
+        return state
+
+    def load_state_dict(
+        self, state: dict[str, Any], sides: dict[int, dict[str, Any]], device: torch.device
+    ) -> None:
+        """Continue from a state; `sides` are the keywords of the micro-batches in flight."""
+        self.module.load_state_dict(state["weights"])
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = state["gradients"].get(name)
+        if self.stash:
+            self.stash.version = state["stash"]["version"]
+            self.stash.copies = dict(state["stash"]["copies"])
+            self.stash.users = Counter(each["version"] for each in state["kept"].values())
+        self.kept = {
+            n: self._restore(n, each, sides[n], device) for n, each in state["kept"].items()
+        }
+
+    def _restore(
+        self, microbatch: int, state: dict[str, Any], side: dict[str, Any], device: torch.device
+    ) -> Kept:
+        flow = Flow(state["value"], state["dtype"])
+        if self.is_coupling:
+            flow.value = (flow.value, None)
+        # A unit that keeps nothing has no argument to show: its call is split without one.
+        args: tuple[Any, ...] = () if state["value"] is None else (self._argument(flow),)
+        call, tensors = Call.split(self._inner, args, taken(self.module, side))
+        record = self._record(call, microbatch, device)
+        record.load_state_dict(state["record"])
+        kept = Kept(record, state["value"], state["dtype"], version=state["version"])
+        if self.keep == "graph":
+            tensors = self._with_weights(tensors, self._weights(kept))
+            kept.run = call.rerun(tensors, self._needs(tensors, args[0]), record)
+        return kept
+
+    def _pull_coupling(
+        self, kept: Kept, flow: Flow, grads: Sequence[Tensor | None], side: dict[str, Any]
+    ) -> tuple[Flow, list[Tensor | None], int]:
+        dc, da = grads
+        if kept.run is not None:
+            return Flow(None), Recovered(None, kept.run).pull_back(dc, da), 2
+        assert kept.dtype is not None
+        c, a = flow.value if self.keep == "nothing" else (None, kept.value)
+        real = self._arithmetic.real(a, kept.dtype)
+        call, tensors = Call.split(self._inner, (real,), taken(self.module, side))
+        b = None
+        if not self._hands_down:
+            c = None  # the junction below has kept what it needs
+        elif c is not None and self._inverts_by_other_weights(kept):
+            b, c = self._invert(call, c, tensors, kept), None
+        tensors = self._with_weights(tensors, self._weights(kept))
+        recovered = recover(
+            call, c, tensors, self._needs(tensors, real), kept.record, self._arithmetic
+        )
+        b = recovered.b if b is None else b
+        below = Flow(None) if b is None else Flow((a, b), kept.dtype)
+        return below, recovered.pull_back(dc, da), 2
+
+    def _pull_junction(
+        self, kept: Kept, flow: Flow, grads: Sequence[Tensor | None], side: dict[str, Any]
+    ) -> tuple[Flow, list[Tensor | None], int]:
+        run = kept.run
+        argument = self._argument(Flow(kept.value, kept.dtype)) if run is None else None
+        if run is None:
+            call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
+            tensors = self._with_weights(tensors, self._weights(kept))
+            run = call.rerun(tensors, self._needs(tensors, argument), kept.record)
+        below = Flow(kept.value, kept.dtype) if self._hands_down else Flow(None)
+        num_values = len(run.leaves) - len(self.parameters) - _num_tensors(taken(self.module, side))
+        return below, run.pull_back(grads), num_values
+
+    def _enter_row(self, flow: Flow) -> Flow:
+        streams = widen_streams(flow.value)
+        a, b = (self._sound(self._arithmetic.store(each), each) for each in streams)
+        return Flow((a, b), streams[0].dtype)
+
+    def _argument(self, flow: Flow) -> Any:
+        """What the module is given: the first stream, both, or whatever the value is."""
+        if flow.dtype is None:
+            return flow.value
+        if self.is_coupling:
+            return self._arithmetic.real(flow.value[0], flow.dtype).requires_grad_()
+        return tuple(self._arithmetic.real(each, flow.dtype) for each in flow.value)
+
+    def _record(self, call: Call, microbatch: int, device: torch.device) -> Record:
+        seed = mix_seeds(self._seed, microbatch, self.index)
+        counts: Literal["first", "again"] = "first" if self.keep == "graph" else "again"
+        return Record(call.modules, device, randomness=Seeded(seed, device), counts=counts)
+
+    def _needs(self, tensors: Sequence[Tensor], argument: Any) -> list[bool]:
+        """Which tensors of a call need a gradient: argument and parameters, not side inputs."""
+        values = [self._needs_grad and each.is_floating_point() for each in _tensors(argument)]
+        num_side = len(tensors) - len(values) - len(self.parameters)
+        return [*values, *[False] * num_side, *(each.requires_grad for each in self.parameters)]
+
+    def _with_weights(self, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        return [*tensors[: len(tensors) - len(weights)], *weights]
+
+    def _weights(self, kept: Kept) -> Sequence[Tensor]:
+        return self.stash.weights(kept.version) if self.stash else self.parameters
+
+    def _inverts_by_other_weights(self, kept: Kept) -> bool:
+        if self.stash is None or self._method.inverse == self._method.weights:
+            return False
+        return kept.version != self.stash.version
+
+    def _invert(self, call: Call, c: Tensor, tensors: Sequence[Tensor], kept: Kept) -> Tensor:
+        with statistics_untouched(call.modules):
+            run = call.rerun(tensors, [False] * len(tensors), kept.record)
+        return self._arithmetic.subtract(c, run.output)
+
+    def _sound(self, checked: Checked, x: Tensor) -> Tensor:
+        if checked.fault is not None and checked.fault:
+            what = "a stream left the range of" if torch.isfinite(x).all() else "f is not finite on"
+            raise OverflowError(f"{self.name}: {what} {self._arithmetic}")
+        return checked.stored
+
+
+def accumulate(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Add to the parameters' gradients, taking over a tensor only if no one else has it."""
+    taken_over: set[int] = set()
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if grad is None:
+            continue
+        if parameter.grad is not None:
+            parameter.grad.add_(grad)
+            continue
+        storage = grad.untyped_storage()
+        whole = storage.nbytes() == grad.nbytes and storage.data_ptr() not in taken_over
+        taken_over.add(storage.data_ptr())
+        parameter.grad = grad if whole else grad.clone()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def _num_tensors(tree: Any) -> int:
+    return len(_tensors(tree))

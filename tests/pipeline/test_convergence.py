@@ -1,0 +1,110 @@
+"""Ten stages train a reversible network on digits as well as backprop does."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import redivider as rd
+
+datasets = pytest.importorskip("sklearn.datasets")
+
+BATCH, ACCUMULATE, WARM_UP = 4, 16, 20
+
+
+def network() -> rd.Chain:
+    torch.manual_seed(0)
+
+    def f() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+
+    couplings = [rd.Coupling(f()) for _ in range(8)]
+    return rd.Chain([nn.Linear(64, 64), rd.Split(), *couplings, rd.Fuse(), nn.Linear(64, 10)])
+
+
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    data = datasets.load_digits()
+    x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+    return x[order[:1437]], y[order[:1437]], x[order[1437:]], y[order[1437:]]
+
+
+def batches(x: Tensor, y: Tensor, epochs: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(epochs):
+        order = torch.randperm(len(y), generator=generator)[: len(y) // BATCH * BATCH]
+        for index in order.split(BATCH):
+            yield x[index], y[index]
+
+
+def rate(update: int, epochs: int) -> float:
+    """Warm-up, then down to nothing."""
+    total = epochs * (1437 // BATCH) // ACCUMULATE
+    return min(1.0, (update + 1) / WARM_UP) * max(0.0, 1 - update / total)
+
+
+def make(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=2e-3)
+
+
+def accuracy(model: rd.Chain, x: Tensor, y: Tensor) -> float:
+    with torch.no_grad():
+        return (model.eval()(x).argmax(1) == y).float().mean().item()
+
+
+def by_backprop(epochs: int) -> float:
+    x, y, test_x, test_y = digits()
+    model = network()
+    optimizer = make(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: rate(update, epochs))
+    for number, (images, labels) in enumerate(batches(x, y, epochs), 1):
+        (F.cross_entropy(model(images), labels) / ACCUMULATE).backward()
+        if number % ACCUMULATE == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    return accuracy(model, test_x, test_y)
+
+
+def by_pipeline(epochs: int, cls: type[rd.Pipeline] = rd.Pipeline) -> float:
+    x, y, test_x, test_y = digits()
+    model = network()
+    pipe = cls(
+        model,
+        stages=10,
+        loss=F.cross_entropy,
+        optimizer=make,
+        accumulate=ACCUMULATE,
+        lr_lambda=lambda update: rate(update, epochs),
+    )
+    assert len(pipe.stages) == 10
+    for images, labels in batches(x, y, epochs):
+        pipe.step(images, labels)
+    pipe.flush(update=True)
+    return accuracy(model, test_x, test_y)
+
+
+class Misrouted(rd.Pipeline):
+    """Its second stage gets, with each target, the streams of the micro-batch before."""
+
+    earlier = None
+
+    def _forward(self, j, n):
+        if j == 1:
+            flow = self._up[j][n].flow
+            self._up[j][n].flow, self.earlier = self.earlier or flow, flow
+        return super()._forward(j, n)
+
+
+@pytest.mark.timeout(300)
+def test_petra_reaches_backprops_accuracy_within_a_point():
+    backprop = by_backprop(epochs=8)
+    assert backprop > 0.95
+    assert by_pipeline(epochs=8) >= backprop - 0.01
+
+
+@pytest.mark.timeout(300)
+def test_the_control_misrouted_messages_do_not():
+    assert by_pipeline(epochs=3, cls=Misrouted) < 0.75 < by_pipeline(epochs=3)

@@ -1,0 +1,234 @@
+"""Saved after any tick and loaded into a fresh pipeline, training continues to the last bit."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import MLP, Attention, Buffered
+from torch import nn
+
+import redivider as rd
+from pipeline.reference import METHODS
+from redivider.pipeline.state import MANIFEST, StateError
+
+OPTIMIZERS = {
+    "sgd": lambda stage: torch.optim.SGD(stage.parameters(), lr=0.02, momentum=0.9),
+    "adamw": lambda stage: torch.optim.AdamW(stage.parameters(), lr=0.01),
+}
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter, and extra outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, output, target):
+        loss = F.cross_entropy(output * self.scale, target)
+        return loss, {"hits": (output.argmax(1) == target).sum()}
+
+
+def build(method="petra", optimizer="adamw", *, seed=0, stages=(1, 3, 2, 3), **options):
+    """Dropout, batch norm, a moving buffer and a mask: everything that has a state."""
+    torch.manual_seed(seed)
+    units = [
+        nn.Linear(5, 8),
+        rd.Duplicate(),
+        rd.Coupling(MLP(8, dropout=0.3)),
+        rd.Coupling(Attention(8), takes=("mask",)),
+        rd.Coupling(Buffered(8)),
+        Flat(),
+        nn.BatchNorm1d(16),
+        nn.Dropout(0.2),
+        nn.Linear(16, 3),
+    ]
+    model = rd.Chain(units)
+    pipe = rd.Pipeline(
+        model,
+        stages=list(stages),
+        loss=Scaled(),
+        optimizer=OPTIMIZERS[optimizer],
+        method=method,
+        seed=7,
+        **{"accumulate": 2, **options},
+    )
+    return model, pipe
+
+
+class Flat(nn.Module):
+    """A junction that fuses the streams and takes the mean over tokens."""
+
+    def forward(self, streams):
+        return torch.cat(streams, -1).mean(1)
+
+
+def feed(pipe, start: int, number: int) -> list:
+    seen = []
+    for i in range(start, start + number):
+        generator = torch.Generator().manual_seed(i)
+        x = torch.randn(6, 4, 5, generator=generator)
+        mask = torch.rand(4, 4, generator=generator)
+        tick = pipe.step(x, torch.randint(3, (6,), generator=generator), mask=mask)
+        seen.append((tick.microbatch, tick.loss, tick.aux))
+    return seen
+
+
+def equal(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("at", [0, 1, 4, 11])
+def test_the_next_50_ticks_are_equal_to_the_last_bit(method, at, tmp_path):
+    _, pipe = build(method)
+    feed(pipe, 0, at)
+    pipe.save(tmp_path / "state")
+    state = pipe.state_dict()
+    _, from_disk = build(method, seed=1)
+    from_disk.load(tmp_path / "state")
+    _, from_memory = build(method, seed=2)
+    from_memory.load_state_dict(state)
+    true = feed(pipe, at, 50)
+    for other in (from_disk, from_memory):
+        assert equal(feed(other, at, 50), true)
+        assert equal(other.state_dict(), pipe.state_dict())
+    flushed = [(tick.microbatch, tick.loss, tick.aux) for tick in pipe.flush()]
+    assert len(flushed) == 3
+    assert equal([(t.microbatch, t.loss, t.aux) for t in from_disk.flush()], flushed)
+    assert equal(from_disk.state_dict(), pipe.state_dict())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"arithmetic": "fixed"},
+        {"latency": 3},
+        {"accumulate": 1},
+        {"clip_norm": 0.1, "clip_over": "all"},
+    ],
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_with_every_option(options, optimizer, tmp_path):
+    _, pipe = build(optimizer=optimizer, **options)
+    feed(pipe, 0, 9)
+    pipe.save(tmp_path / "state")
+    _, other = build(optimizer=optimizer, seed=1, **options)
+    other.load(tmp_path / "state")
+    assert equal(feed(other, 9, 20), feed(pipe, 9, 20))
+    assert equal(other.state_dict(), pipe.state_dict())
+
+
+def test_the_weights_alone_are_the_models_own_state_dict():
+    model, pipe = build()
+    before = list(model.state_dict())
+    feed(pipe, 0, 9)
+    assert list(model.state_dict()) == before
+    other, _ = build(seed=1)
+    other.load_state_dict(model.state_dict())
+    x, mask = torch.randn(6, 4, 5), torch.rand(4, 4)
+    with torch.no_grad():
+        assert torch.equal(other.eval()(x, mask=mask), pipe.evaluate(x, mask=mask))
+
+
+def test_a_state_is_a_copy():
+    _, pipe = build()
+    feed(pipe, 0, 9)
+    state = pipe.state_dict()
+    kept = json.dumps(state["units"]["0"]["weights"]["weight"].tolist())
+    feed(pipe, 9, 5)
+    assert json.dumps(state["units"]["0"]["weights"]["weight"].tolist()) == kept
+
+
+def test_saving_replaces_an_older_state_and_nothing_else(tmp_path):
+    _, pipe = build()
+    feed(pipe, 0, 3)
+    pipe.save(tmp_path / "state")
+    feed(pipe, 3, 3)
+    pipe.save(tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    _, other = build(seed=1)
+    other.load(tmp_path / "state")
+    assert equal(other.state_dict(), pipe.state_dict())
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("precious")
+    with pytest.raises(StateError, match="holds no state"):
+        pipe.save(tmp_path / "thesis")
+    assert (tmp_path / "thesis" / "chapter").read_text() == "precious"
+
+
+def test_what_cannot_be_saved_is_refused_and_leaves_the_old_state(tmp_path):
+    _, pipe = build()
+    pipe.save(tmp_path / "state")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "state").iterdir()}
+    pipe.step(torch.randn(6, 4, 5), {1, 2})
+    with pytest.raises(StateError, match="cannot hold a set"):
+        pipe.save(tmp_path / "state")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "state").iterdir()} == files
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+DAMAGES = {
+    "cut short": lambda data: data[: len(data) // 2],
+    "flipped": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+    "empty": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [MANIFEST, "unit-2.safetensors", "stage-1.safetensors"])
+def test_a_damaged_state_says_so_and_changes_nothing(name, damage, tmp_path):
+    _, pipe = build()
+    feed(pipe, 0, 9)
+    pipe.save(tmp_path / "state")
+    path = tmp_path / "state" / name
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    before = pipe.state_dict()
+    with pytest.raises(StateError, match=name):
+        pipe.load(tmp_path / "state")
+    assert equal(pipe.state_dict(), before)
+    path.unlink()
+    with pytest.raises(StateError, match=name):
+        pipe.load(tmp_path / "state")
+
+
+OTHERS = {
+    "method": ({"method": "dsp"}, "its method is petra, not dsp"),
+    "accumulate": ({"accumulate": 3}, "its accumulate is 2, not 3"),
+    "latency": ({"latency": 2}, "its latency is 1, not 2"),
+    "cut": ({"stages": (2, 2, 2, 3)}, r"stages=\[1, 3, 2, 3\]"),
+    "arithmetic": ({"arithmetic": "fixed"}, "its arithmetic is"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_state_of_another_pipeline_says_what_differs_and_changes_nothing(what):
+    options, message = OTHERS[what]
+    state = build()[1].state_dict()
+    _, other = build(**options)
+    before = other.state_dict()
+    with pytest.raises(StateError, match=message):
+        other.load_state_dict(state)
+    assert equal(other.state_dict(), before)
+
+
+def test_a_state_of_another_model_or_of_something_else_is_refused():
+    state = build()[1].state_dict()
+    model = rd.Chain([nn.Linear(5, 9), nn.Linear(9, 3)])
+    pipe = rd.Pipeline(
+        model, stages=2, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"], accumulate=2, seed=7
+    )
+    with pytest.raises(StateError, match="its units is"):
+        pipe.load_state_dict(state)
+    state["units"]["0"]["weights"]["weight"] = torch.zeros(9, 5)
+    with pytest.raises(StateError, match=r"unit 0, Linear has the tensors .*\(9, 5\)"):
+        build()[1].load_state_dict(state)
+    with pytest.raises(StateError, match="not a state"):
+        pipe.load_state_dict({"weights": 1})

@@ -1,0 +1,178 @@
+"""The pipeline's weights follow the equations, tick by tick, for every method."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import redivider as rd
+from pipeline.reference import METHODS, Reference
+
+BOUND = 1e-12
+TICKS = 60
+
+
+class Smooth(nn.Sequential):
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+def network(seed: int = 0) -> rd.Chain:
+    """Thirteen units: two rows of couplings, junctions at both ends and between."""
+    torch.manual_seed(seed)
+    units = [
+        nn.Linear(5, 4),
+        rd.Duplicate(),
+        *(rd.Coupling(Smooth(4)) for _ in range(4)),
+        rd.Fuse("concat"),
+        nn.Linear(8, 6),
+        rd.Split(),
+        *(rd.Coupling(Smooth(3)) for _ in range(3)),
+        rd.Fuse("mean"),
+        nn.Linear(3, 3),
+    ]
+    return rd.Chain(units).double()
+
+
+CUTS = {
+    1: [14],
+    2: [4, 10],
+    3: [2, 8, 4],
+    5: [1, 3, 4, 4, 2],
+    10: [1, 2, 1, 1, 2, 1, 2, 1, 1, 2],
+}
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+
+
+def batches(number: int, seed: int = 1):
+    """Another micro-batch at every tick."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(number):
+        x = torch.randn(4, 5, generator=generator).double()
+        yield x, torch.randint(3, (4,), generator=generator)
+
+
+def rate(update: int) -> float:
+    return 1.0 / (1 + 0.1 * update)
+
+
+def build(cls, model, cut, method, accumulate, latency, optimizer="sgd", **options):
+    return cls(
+        model,
+        stages=cut,
+        loss=F.cross_entropy,
+        method=method,
+        accumulate=accumulate,
+        latency=latency,
+        optimizer=lambda stage: OPTIMIZERS[optimizer](stage.parameters()),
+        lr_lambda=rate,
+        **options,
+    )
+
+
+def distance(model: rd.Chain, reference: Reference) -> float:
+    true = reference.parameters()
+    pairs = [(p.detach(), true[name].detach()) for name, p in model.named_parameters()]
+    assert len(pairs) == len(true)
+    return max(float((p - t).norm() / t.norm()) for p, t in pairs)
+
+
+def follow(cut, method, accumulate, latency, optimizer="sgd", cls=rd.Pipeline, ticks=TICKS):
+    """Run both; return how far apart they are, after the ticks, a flush, and more of both."""
+    model = network()
+    reference = Reference(
+        model,
+        cut,
+        loss=F.cross_entropy,
+        method=method,
+        accumulate=accumulate,
+        latency=latency,
+        optimizer=OPTIMIZERS[optimizer],
+        lr_lambda=rate,
+    )
+    pipe = build(cls, model, cut, method, accumulate, latency, optimizer)
+    losses = []
+    distances = []
+    for number in (ticks, 5):
+        for x, target in batches(number):
+            reference.tick((x, target))
+            tick = pipe.step(x, target)
+            losses += [] if tick.loss is None else [tick.loss.item()]
+        distances.append(distance(model, reference))
+        reference.flush()
+        losses += [tick.loss.item() for tick in pipe.flush()]
+        distances.append(distance(model, reference))
+    if cls is rd.Pipeline:
+        assert losses == pytest.approx(reference.losses, rel=1e-11)
+        assert len(losses) == ticks + 5
+    assert [s.num_updates for s in pipe.stages] == reference.updates
+    return distances
+
+
+@pytest.mark.parametrize("latency", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("stages", CUTS)
+def test_petra(stages, accumulate, latency):
+    assert max(follow(CUTS[stages], "petra", accumulate, latency)) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "stages, accumulate, latency", [(2, 1, 1), (3, 3, 2), (5, 2, 1), (10, 1, 1), (5, 1, 3)]
+)
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "petra"])
+def test_other_methods(method, stages, accumulate, latency):
+    assert max(follow(CUTS[stages], method, accumulate, latency)) <= BOUND
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS)[1:])
+@pytest.mark.parametrize("method", METHODS)
+def test_optimizers(method, optimizer):
+    assert max(follow(CUTS[5], method, 2, 1, optimizer)) <= BOUND
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_even_cuts_and_one_unit_a_stage(method):
+    for cut in ([7, 7], [1] * 14):
+        assert max(follow(cut, method, 1, 1, ticks=40)) <= BOUND
+
+
+class OneOff(rd.Pipeline):
+    """Delivers to stage 1 what arrived there one tick earlier."""
+
+    earlier = None
+
+    def _forward(self, j, n):
+        if j == 1:
+            flow = self._up[j][n].flow
+            self._up[j][n].flow, self.earlier = self.earlier or flow, flow
+        return super()._forward(j, n)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_control_messages_one_tick_off_leave_the_path(method):
+    assert min(follow(CUTS[5], method, 1, 1, cls=OneOff)) > 1e-4
+
+
+def test_the_methods_differ_from_each_other():
+    """Or the tests above could not tell them apart."""
+    ends = {}
+    for method in METHODS:
+        model = network()
+        pipe = build(rd.Pipeline, model, CUTS[5], method, 1, 1)
+        for x, target in batches(TICKS):
+            pipe.step(x, target)
+        ends[method] = torch.cat([p.detach().flatten() for p in model.parameters()])
+    same = {"delayed", "delayed-graph", "exact-inverse"}
+    for one in METHODS:
+        for other in METHODS:
+            apart = float((ends[one] - ends[other]).norm())
+            if one == other or {one, other} <= same:
+                assert apart <= 1e-11, (one, other)
+            else:
+                assert apart > 1e-6, (one, other)
