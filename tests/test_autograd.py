@@ -289,6 +289,18 @@ def test_a_compiled_model_around_a_chain_agrees_with_eager(backward):
         assert torch.allclose(compiled(x), model(x), rtol=1e-14)
 
 
+@TRACER
+@pytest.mark.parametrize("backward", ["store", *REPLAYING])
+def test_plain_chains_are_traced_whole(backward):
+    """Storing, and anything without grad mode, breaks no graph; even with a mask and autocast."""
+    couplings = [rd.Coupling(Attention(8), takes=("mask",)) for _ in range(2)]
+    chain = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse()], backward=backward)
+    x, mask = torch.randn(2, 4, 8), torch.ones(4, 4, dtype=torch.bool).tril()
+    compiled = torch.compile(chain, backend="aot_eager", fullgraph=True)
+    with torch.set_grad_enabled(backward == "store"):
+        assert torch.allclose(compiled(x, mask=mask), chain(x, mask=mask), atol=1e-6)
+
+
 def test_evaluation_without_grad_is_plain_enough_to_export():
     chain = vector_chain(depth=3).eval()
     x = torch.randn(5, 6)

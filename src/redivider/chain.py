@@ -13,7 +13,6 @@ chain runs as plain modules do, and keeps nothing.
 
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -123,8 +122,13 @@ class Chain(nn.Module):
 
     def segments(self) -> list[tuple[bool, list[tuple[int, nn.Module]]]]:
         """The units with their indices, in groups: rows of couplings (True), and others (False)."""
-        groups = groupby(enumerate(self), lambda pair: isinstance(pair[1], Coupling))
-        return [(in_row, list(units)) for in_row, units in groups]
+        groups: list[tuple[bool, list[tuple[int, nn.Module]]]] = []
+        for index, unit in enumerate(self):
+            in_row = isinstance(unit, Coupling)
+            if not groups or groups[-1][0] != in_row:
+                groups.append((in_row, []))
+            groups[-1][1].append((index, unit))
+        return groups
 
     def __len__(self) -> int:
         return len(self._modules)

@@ -189,6 +189,8 @@ class Pipeline:
         self._verify_state(state)
         state = tree_map_only(Tensor, lambda each: each.detach().clone(), state)
         device = next(self._chain.parameters(), torch.empty(0)).device
+        # A state from disk, or from another device, follows the model; optimizers see to their own.
+        stages, state = state["stages"], tree_map_only(Tensor, lambda t: t.to(device), state)
         for inboxes, saved in ((self._up, state["up"]), (self._down, state["down"])):
             for inbox, messages in zip(inboxes, saved, strict=True):
                 inbox.clear()
@@ -196,7 +198,7 @@ class Pipeline:
         sides = {n: m.side for inbox in (*self._up, *self._down) for n, m in inbox.items()}
         for name, unit in self._units.items():
             unit.load_state_dict(state["units"][name], sides, device)
-        for stage, saved in zip(self.stages, state["stages"], strict=True):
+        for stage, saved in zip(self.stages, stages, strict=True):
             stage.load_training(saved)
         self._loss.load_state_dict(state["loss"])
         self._tick, self._first = state["tick"], state["first"]

@@ -147,11 +147,20 @@ class Stage(nn.Module):
         if self.optimizer is None:
             return
         by_name = dict(self.named_parameters())
+        self.optimizer.state.clear()
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "names"})
-        self.optimizer.state.clear()
-        for name, values in state["optimizer"].items():
-            self.optimizer.state[by_name[name]] = dict(values)
+            on_device = group.get("capturable") or group.get("fused")
+            for name in saved["names"]:
+                if name in state["optimizer"]:
+                    device = by_name[name].device
+                    self.optimizer.state[by_name[name]] = {
+                        # Most optimizers count their steps on the host.
+                        key: value.to(device)
+                        if isinstance(value, Tensor) and (key != "step" or on_device)
+                        else value
+                        for key, value in state["optimizer"][name].items()
+                    }
 
     def _clip(self, grads: Sequence[Tensor], clip: Clip, other_norms: Iterable[float]) -> None:
         norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
