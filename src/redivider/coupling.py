@@ -112,14 +112,11 @@ def recover(
 
 def verify_streams(streams: Any) -> Streams:
     """Return the pair if it is two tensors alike in shape, dtype and device."""
-    if not (
-        isinstance(streams, tuple | list)
-        and len(streams) == 2
-        and all(isinstance(each, Tensor) for each in streams)
-    ):
+    is_pair = isinstance(streams, tuple | list) and len(streams) == 2
+    if not is_pair or not all(isinstance(each, Tensor) for each in streams):
         raise UnitError(
-            f"it takes a pair of streams, one argument (a, b), got {_kind(streams)}; Duplicate or "
-            "Split makes a pair of one tensor"
+            f"it takes a pair of streams, one argument (a, b), got {_describe(streams)}; Duplicate "
+            "or Split makes a pair of one tensor"
         )
     a, b = streams
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
@@ -145,11 +142,8 @@ def verify_residual(r: Tensor, a: Tensor) -> Tensor:
     return r
 
 
-def _kind(x: Any) -> str:
-    if isinstance(x, tuple | list):
-        return f"{type(x).__name__} of {', '.join(type(each).__name__ for each in x) or 'nothing'}"
-    return f"one {type(x).__name__}"
-
-
-def _describe(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
+def _describe(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
+    kinds = f" of {[type(each).__name__ for each in x]}" if isinstance(x, tuple | list) else ""
+    return f"{type(x).__name__}{kinds}"

@@ -123,6 +123,21 @@ def test_bad_options_are_refused_at_construction():
             build(**options)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_units_without_weights_are_refused_at_construction(device):
+    lazy = nn.LazyLinear(3, device=device) if device == "cpu" else nn.Linear(4, 3, device=device)
+    with pytest.raises(
+        ValueError, match=r"unit 1, (LazyLinear|Linear): its parameters have no val"
+    ):
+        rd.Pipeline([nn.Linear(5, 4), lazy], stages=2, loss=F.cross_entropy, optimizer=SGD)
+
+
+def test_a_compiled_coupling_is_refused_at_construction():
+    units = [nn.Linear(5, 4), rd.Split(), torch.compile(rd.Coupling(MLP(2)), backend="aot_eager")]
+    with pytest.raises(TypeError, match="unit 2 is a compiled coupling"):
+        rd.Pipeline(units, stages=2, loss=F.mse_loss, optimizer=SGD)
+
+
 @pytest.mark.parametrize(
     "loss, message",
     [
@@ -163,6 +178,19 @@ def test_losses_with_parameters_and_extra_outputs():
     assert ticks[0].loss is None and ticks[0].aux is None
     assert ticks[3].aux["logits"].shape == (3, 3) and not ticks[3].aux["logits"].requires_grad
     assert loss.log.item() != 0.0, "it was trained"
+
+
+def test_gradients_left_from_before_do_not_count():
+    model, _ = build()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e6)
+    clean, clean_pipe = build()
+    pipe = rd.Pipeline(model, stages=4, loss=F.cross_entropy, optimizer=SGD, seed=0)
+    for n in range(9):
+        pipe.step(*batch(n))
+        clean_pipe.step(*batch(n))
+    for one, other in zip(model.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_frozen_stages_have_no_optimizer_and_stay_as_they_are():

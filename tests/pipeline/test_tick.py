@@ -5,9 +5,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import redivider as rd
 from redivider.pipeline import timeline
 from redivider.pipeline.tick import Action, actions, delay, num_ticks
 
@@ -85,6 +89,26 @@ def test_what_is_no_action_is_refused():
     for text in ("F1", "X1.0", "F1.0 ", "F-1.0"):
         with pytest.raises(ValueError, match=r"reads like F1\.0"):
             Action.parse(text)
+
+
+def test_measured_spans_are_of_what_was_done(tmp_path):
+    torch.manual_seed(0)
+    units = [nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)]
+    pipe = rd.Pipeline(
+        units,
+        stages=3,
+        loss=F.cross_entropy,
+        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1),
+    )
+    with timeline.measured_spans(pipe) as spans:
+        for _ in range(4):
+            pipe.step(torch.randn(2, 5), torch.tensor([0, 1]))
+        pipe.flush()
+    pipe.step(torch.randn(2, 5), torch.tensor([0, 1]))
+    assert list(spans) == [a for t in range(num_ticks(4, 3)) for a in actions(t, 3, 1, 4)]
+    assert all(start < end for start, end in spans.values())
+    timeline.write_chrome_trace(tmp_path / "trace.json", spans)
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == 24 + 3
 
 
 def test_a_trace_has_a_row_for_each_stage_and_no_overlap_in_it(tmp_path):

@@ -123,7 +123,8 @@ def test_petra(stages, accumulate, latency):
 
 
 @pytest.mark.parametrize(
-    "stages, accumulate, latency", [(2, 1, 1), (3, 3, 2), (5, 2, 1), (10, 1, 1), (5, 1, 3)]
+    "stages, accumulate, latency",
+    [(1, 2, 1), (2, 1, 1), (3, 3, 2), (5, 2, 1), (10, 1, 1), (5, 1, 3)],
 )
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "petra"])
 def test_other_methods(method, stages, accumulate, latency):

@@ -6,10 +6,10 @@ is tick.py's.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate as running_sum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
-from redivider.chain import Chain, name_unit
-from redivider.coupling import Coupling
+from redivider.chain import Chain
 from redivider.errors import naming
-from redivider.pipeline.cut import balance_of, count_costs, cut_evenly, units_of
+from redivider.pipeline.cut import units_of
 from redivider.pipeline.loss import Loss
 from redivider.pipeline.memory import resolve_method
+from redivider.pipeline.place import group_units, place_units, resolve_cut, verify_unshared
 from redivider.pipeline.stage import Clip, Message, Stage
 from redivider.pipeline.state import StateError, read_state, write_state
-from redivider.pipeline.tick import actions, delay, num_ticks
-from redivider.pipeline.unit import Flow, Unit
+from redivider.pipeline.tick import Action, actions, delay, num_ticks
+from redivider.pipeline.unit import Flow
 from redivider.replay.autocast import Autocast
 
 FORMAT = "redivider pipeline 1"
@@ -104,19 +104,17 @@ class Pipeline:
         self.latency = latency
         self.seed = torch.initial_seed() if seed is None else seed
         self.arithmetic = resolve_arithmetic(arithmetic)
-        self.cut, self.balance = _cut(units, stages, example)
+        self.cut, self.balance = resolve_cut(units, stages, example)
         self._lr_lambda = lr_lambda
         self._clip = None if clip_norm is None else Clip(clip_norm, clip_over)
         self._chain = Chain(units.values(), backward="store", arithmetic=self.arithmetic)
-        self.stages = self._place(units)
-        self._units = {
-            name: unit
-            for name, unit in zip(units, (u for s in self.stages for u in s.units), strict=True)
-        }
+        self._units = place_units(units, self.cut, self.method, self.arithmetic, self.seed)
+        self.stages = group_units(self._units, self.cut)
         self._loss = Loss(loss, len(units), self.seed)
         self._loss.hang_in(self.stages[-1])
         verify_unshared(self.stages)
         for stage in self.stages:
+            stage.zero_grad()  # what was left from before would count as a first backward pass
             if any(each.requires_grad for each in stage.parameters()):
                 stage.optimizer = optimizer(stage)
         self._tick = 0  # since the pipeline was last empty
@@ -126,6 +124,8 @@ class Pipeline:
         self._up: list[dict[int, Message]] = [{} for _ in self.stages]
         self._down: list[dict[int, Message]] = [{} for _ in self.stages]
         self._stopped: str | None = None
+        self.observer: Callable[[Action, float], None] | None = None
+        """Told of every action when it is done, with the time at which it began."""
         logger.info("%s", self)
 
     def step(self, x: Any, target: Any = None, /, **side: Any) -> Tick:
@@ -233,10 +233,13 @@ class Pipeline:
             due = actions(self._tick, len(self.stages), self.latency, self._entered)
             for kind, j, local in due:
                 n = self._first + local
+                start = time.perf_counter()
                 if kind == "F":
                     result = self._forward(j, n) or result
                 else:
                     self._backward(j, n)
+                if self.observer is not None:
+                    self.observer(Action(kind, j, n), start)
             self._tick += 1
             self._update([s for s in self.stages if s.num_pending == self.accumulate])
         return result
@@ -261,27 +264,6 @@ class Pipeline:
             others = [norm for j, norm in enumerate(norms) if j != stage.index]
             factor = 1.0 if self._lr_lambda is None else self._lr_lambda(stage.num_updates)
             stage.update(factor, self._clip, others)
-
-    def _place(self, units: dict[str, nn.Module]) -> list[Stage]:
-        modules, names = list(units.values()), list(units)
-        ends = list(running_sum(self.cut))
-        stages = []
-        for j, (size, end) in enumerate(zip(self.cut, ends, strict=True)):
-            placed = {
-                names[i]: Unit(
-                    modules[i],
-                    i,
-                    name_unit(i, modules[i]),
-                    method=self.method,
-                    arithmetic=self.arithmetic,
-                    seed=self.seed,
-                    follows=_follows(modules, i),
-                    at_the_end=j + 1 == len(self.cut),
-                )
-                for i in range(end - size, end)
-            }
-            stages.append(Stage(j, placed))
-        return stages
 
     def _configuration(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""
@@ -338,47 +320,3 @@ class Pipeline:
         except BaseException as error:
             self._stopped = f"{type(error).__name__}: {error}"
             raise
-
-
-def _cut(
-    units: dict[str, nn.Module], stages: int | Sequence[int] | str, example: Any
-) -> tuple[list[int], float]:
-    """The sizes of the stages, and their balance."""
-    by = "units" if example is None else "work"
-    costs = count_costs(list(units.values()), by, example)
-    if isinstance(stages, str):
-        if stages != "auto":
-            raise ValueError(f'stages must be a number, a list of sizes or "auto", got {stages!r}')
-        sizes = [1] * len(units)
-    elif isinstance(stages, int):
-        sizes = cut_evenly(costs, stages)
-    else:
-        sizes = list(stages)
-        if any(size < 1 for size in sizes) or sum(sizes) != len(units):
-            raise ValueError(
-                f"the sizes of the stages, {sizes}, must be at least 1 and add up to the number of "
-                f"units, {len(units)}; rd.balance(model, {len(sizes)}) gives such a list"
-            )
-    return sizes, balance_of(costs, sizes)
-
-
-def _follows(
-    modules: Sequence[nn.Module], index: int
-) -> Literal["coupling", "junction", "nothing"]:
-    if index == 0:
-        return "nothing"
-    return "coupling" if isinstance(modules[index - 1], Coupling) else "junction"
-
-
-def verify_unshared(stages: Sequence[Stage]) -> None:
-    """Refuse a parameter that two stages would train: they do so at different times."""
-    owners: dict[int, tuple[int, str]] = {}
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            j, other = owners.setdefault(id(parameter), (stage.index, name))
-            if j != stage.index:
-                raise ValueError(
-                    f"the parameter {name!r} of stage {stage.index} is also {other!r} of stage "
-                    f"{j}: stages update at different times, so they cannot share it; untie it, or "
-                    "put both units into one stage"
-                )

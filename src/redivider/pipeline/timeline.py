@@ -1,8 +1,11 @@
 """Ticks as text and as a Chrome trace, planned from tick.py or with measured times."""
 
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from redivider.pipeline.tick import Action, actions, num_ticks
 
@@ -51,6 +54,31 @@ def planned_spans(
             start = t * length + (0.0 if action.kind == "F" else 1.0)
             spans[action] = (start, start + (1.0 if action.kind == "F" else backward))
     return spans
+
+
+class Observed(Protocol):
+    """A pipeline, as far as watching it goes."""
+
+    observer: Callable[[Action, float], None] | None
+
+
+@contextmanager
+def measured_spans(pipe: Observed) -> Iterator[dict[Action, tuple[float, float]]]:
+    """Measure every action that a pipeline does inside: start and end in seconds.
+
+        with timeline.measured_spans(pipe) as spans:
+            pipe.step(images, targets)
+        timeline.write_chrome_trace("trace.json", spans)
+
+    On a GPU these are the times at which the host has queued the work, not those of the work.
+    """
+    spans: dict[Action, tuple[float, float]] = {}
+    before = pipe.observer
+    pipe.observer = lambda action, start: spans.update({action: (start, time.perf_counter())})
+    try:
+        yield spans
+    finally:
+        pipe.observer = before
 
 
 def write_chrome_trace(path: str | Path, spans: Mapping[Action, tuple[float, float]]) -> None:

@@ -12,11 +12,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.arithmetic import Arithmetic, Checked
 from redivider.chain import taken
 from redivider.coupling import Coupling, Recovered, recover, verify_residual
+from redivider.errors import UnitError
 from redivider.pipeline.memory import Method, Stash
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.random import Seeded, mix_seeds
@@ -87,6 +89,11 @@ class Unit:
         self._hands_down = follows == "coupling" and method.coupling == "nothing"
         self._needs_grad = follows != "nothing"
         self.parameters = Call.split(self._inner, (), {})[1]
+        if any(is_lazy(each) or each.is_meta for each in self.parameters):
+            raise UnitError(
+                f"{name}: its parameters have no values yet, so no optimizer can train them; give "
+                "them some first (run a lazy module on a batch, move one off the meta device)"
+            )
         stashes = method.weights == "stashed" and not at_the_end
         self.stash = Stash(self.parameters) if stashes else None
         self.kept: dict[int, Kept] = {}
