@@ -160,6 +160,18 @@ def test_any_input_without_grad_and_any_frozen_units(data):
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
+def test_a_parameter_that_f_does_not_use_has_no_gradient(backward):
+    class Spare(MLP):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.spare = nn.Parameter(torch.zeros(3))
+
+    chain = vector_chain(Spare, 3, backward=backward).double()
+    compare(chain, torch.randn(5, 6).double())
+    assert chain[3].f.spare.grad is None
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
 def test_a_constant_f_and_the_identity(backward):
     class Constant(nn.Module):
         def forward(self, x):

@@ -198,8 +198,9 @@ def test_two_threads_that_share_a_chain(backward):
     data = torch.randn(2, 10, 5, 6).double()
     found: dict[int, list] = {}
 
+    parameters = list(chain.parameters())  # in a thread, one might see another's stand-ins
+
     def work(which: int) -> None:
-        parameters = list(chain.parameters())
         found[which] = [torch.autograd.grad(weigh(chain(x)), parameters) for x in data[which]]
 
     kinds = [type(each) for each in chain.parameters()]

@@ -1,5 +1,7 @@
 """DDP and FSDP2 over two processes: gradients equal those of one process on the joined batch."""
 
+import copy
+
 import pytest
 import torch
 from networks import MLP, Attention
@@ -51,6 +53,7 @@ def ddp_variants(rank: int) -> dict[str, float]:
             got = {name: each.grad for name, each in model.module.named_parameters()}
             errors[f"{backward} {options}"] = worst_error(got, expected(1))
         model = DistributedDataParallel(build(backward))
+        errors[f"{backward} spare"] = spare_parameter(rank, backward)
         first, second = batches(rank, 2)
         with model.no_sync():
             weigh(model(first)).backward()
@@ -58,6 +61,30 @@ def ddp_variants(rank: int) -> dict[str, float]:
         got = {name: each.grad for name, each in model.module.named_parameters()}
         errors[f"{backward} no_sync"] = worst_error(got, expected(2))
     return errors
+
+
+class Spare(MLP):
+    """Has a parameter that it does not use."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.spare = nn.Parameter(torch.zeros(3))
+
+
+def spare_parameter(rank: int, backward: str) -> float:
+    torch.manual_seed(3)
+    chain = rd.Chain([rd.Coupling(Spare(6)) for _ in range(3)], backward=backward).double()
+    model = DistributedDataParallel(chain, find_unused_parameters=True)
+    plain = copy.deepcopy(chain)
+    x, other = batches(rank, 1)[0], batches(1 - rank, 1)[0]
+    for _ in range(2):
+        model.zero_grad()
+        weigh(model((x, x))).backward()
+    for each in (x, other):
+        (weigh(run_plainly(plain, (each, each))) / 2).backward()
+    used = [name for name, _ in chain.named_parameters() if "spare" not in name]
+    got, true = (dict(m.named_parameters()) for m in (chain, plain))
+    return worst_error({n: got[n].grad for n in used}, {n: true[n].grad for n in used})
 
 
 def sharded_couplings(rank: int) -> dict[str, float]:
@@ -102,7 +129,7 @@ def sharded_f(rank: int) -> dict[str, str]:
 
 def test_ddp_gives_the_gradient_of_the_joined_batch(tmp_path):
     for errors in launch(ddp_variants, tmp_path):
-        assert len(errors) == 8
+        assert len(errors) == 10
         assert max(errors.values()) <= 1e-12, errors
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import redivider as rd
+from pipeline.test_trajectory import OneOff
 
 datasets = pytest.importorskip("sklearn.datasets")
 
@@ -86,18 +87,6 @@ def by_pipeline(epochs: int, cls: type[rd.Pipeline] = rd.Pipeline) -> float:
     return accuracy(model, test_x, test_y)
 
 
-class Misrouted(rd.Pipeline):
-    """Its second stage gets, with each target, the streams of the micro-batch before."""
-
-    earlier = None
-
-    def _forward(self, j, n):
-        if j == 1:
-            flow = self._up[j][n].flow
-            self._up[j][n].flow, self.earlier = self.earlier or flow, flow
-        return super()._forward(j, n)
-
-
 @pytest.mark.timeout(300)
 def test_petra_reaches_backprops_accuracy_within_a_point():
     backprop = by_backprop(epochs=8)
@@ -107,4 +96,4 @@ def test_petra_reaches_backprops_accuracy_within_a_point():
 
 @pytest.mark.timeout(300)
 def test_the_control_misrouted_messages_do_not():
-    assert by_pipeline(epochs=3, cls=Misrouted) < 0.75 < by_pipeline(epochs=3)
+    assert by_pipeline(epochs=3, cls=OneOff) < 0.75 < by_pipeline(epochs=3)

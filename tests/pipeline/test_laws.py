@@ -13,6 +13,7 @@ from torch import nn
 import redivider as rd
 from pipeline.reference import METHODS
 from pipeline.test_state import equal
+from redivider.pipeline.unit import accumulate
 
 WIDTH = 4
 
@@ -136,6 +137,22 @@ def test_an_incomplete_group_stays_summed_or_is_applied_on_request():
     pipe.step(*batch(3))  # joins the next group
     pipe.flush()
     assert {stage.num_updates for stage in pipe.stages} == {1}
+
+
+def test_gradients_that_share_memory_are_summed_apart():
+    """Two biases that are added to the same sum get one and the same tensor from autograd."""
+    first, second, third = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    shared = torch.ones(6)
+    for _ in range(3):
+        accumulate([first, second, third], [shared[:3], shared[:3], None])
+    assert torch.equal(first.grad, torch.full((3,), 3.0))
+    assert torch.equal(second.grad, torch.full((3,), 3.0))
+    assert third.grad is None
+    assert torch.equal(shared, torch.ones(6))
+    whole = torch.ones(3)
+    third.grad = None
+    accumulate([third], [whole])
+    assert third.grad is whole, "and one that nobody shares is not copied"
 
 
 @pytest.mark.parametrize("over", ["stage", "all"])

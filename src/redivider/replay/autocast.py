@@ -18,14 +18,13 @@ class Autocast:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Enter the same settings."""
+        """Enter the same settings, without a cache: see `uncached_casts`."""
         with ExitStack() as stack:
             for kind, (enabled, dtype) in self.settings.items():
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(
                         torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
                     )
-            stack.enter_context(uncached_casts())
             yield
 
 
