@@ -21,8 +21,30 @@ def test_length_indices_slices_and_iteration_are_those_of_a_sequential():
     tail = chain[2:]
     assert isinstance(tail, rd.Chain) and list(tail) == units[2:]
     assert (tail.backward, tail.arithmetic, tail.check_every) == ("checkpoint", chain.arithmetic, 7)
+    assert list(tail.state_dict()) == [key for key in chain.state_dict() if key[0] in "23"]
     with pytest.raises(IndexError):
         chain[4]
+
+
+def test_units_with_names_keep_them_in_keys_slices_and_errors():
+    named = {"stem": nn.Linear(6, 8), "both": rd.Duplicate(), "norm": rd.Coupling(MLP(8))}
+    chain = rd.Chain({**named, "wrong": rd.Coupling(nn.Linear(8, 4)), "end": rd.Fuse()})
+    assert list(chain) == [*named.values(), chain[3], chain[4]]
+    assert "norm.f.1.weight" in chain.state_dict()
+    assert [key for key, _ in chain[1:3].named_children()] == ["both", "norm"]
+    with pytest.raises(ValueError, match=r"unit 3 \(wrong\), Coupling\(Linear\): f must keep"):
+        chain(torch.randn(5, 6))
+
+
+def test_a_unit_may_occur_twice():
+    shared = rd.Coupling(MLP(8).double())
+    chain = rd.Chain([rd.Duplicate(), shared, shared, rd.Fuse()])
+    x = torch.randn(5, 8).double()
+    assert len(chain) == 4 and len(chain[1:3]) == 2
+    plain = copy.deepcopy(chain)
+    weigh(chain(x)).backward()
+    weigh(run_plainly(plain, x)).backward()
+    assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
 
 
 def test_state_dict_has_the_keys_of_a_sequential():

@@ -26,6 +26,10 @@ def test_on_the_cpu_a_value_is_read_at_once():
     assert seen == [3.0]
 
 
+def test_on_the_meta_device_there_is_nothing_to_read():
+    Mailbox().post(torch.empty((), device="meta"), lambda value: value.item())
+
+
 def test_values_under_way_are_read_in_order_as_they_arrive():
     mailbox, seen, arrivals = Mailbox(), [], [Arrival() for _ in range(3)]
     for number, arrival in enumerate(arrivals):

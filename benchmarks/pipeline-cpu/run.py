@@ -91,7 +91,7 @@ def graph_tensors(output: object) -> list[Tensor]:
 def held(stage: Stage) -> tuple[int, int]:
     """Bytes of activations and of copies of the weights that a stage holds."""
     known: set[int] = set()
-    size([*stage.parameters()], known)
+    size([*stage.module.parameters()], known)
     copies = size([u.stash.copies for u in stage.units if u.stash], known)
     kept = [each for unit in stage.units for each in unit.kept.values()]
     graphs = [t for each in kept if each.run for t in graph_tensors(each.run.output)]

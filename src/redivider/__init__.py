@@ -14,6 +14,9 @@ from redivider.footprint import measure_memory as measure_memory
 from redivider.junction import Duplicate as Duplicate
 from redivider.junction import Fuse as Fuse
 from redivider.junction import Split as Split
+from redivider.models.catalogue import create_model as create_model
+from redivider.models.catalogue import list_models as list_models
+from redivider.models.cross_entropy import ChunkedCrossEntropy as ChunkedCrossEntropy
 from redivider.pipeline.cut import balance as balance
 from redivider.pipeline.lockstep import Pipeline as Pipeline
 from redivider.verify import check_gradients as check_gradients
@@ -22,6 +25,7 @@ from redivider.verify import check_reversible as check_reversible
 __all__ = [
     "Chain",
     "ChangedError",
+    "ChunkedCrossEntropy",
     "Coupling",
     "DriftWarning",
     "Duplicate",
@@ -35,6 +39,8 @@ __all__ = [
     "check_gradients",
     "check_memory",
     "check_reversible",
+    "create_model",
+    "list_models",
     "measure_memory",
 ]
 

@@ -11,7 +11,7 @@ Gomez et al. 2017 (RevNet) for reversal, Chen et al. 2016 for checkpoints. Witho
 chain runs as plain modules do, and keeps nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -45,7 +45,7 @@ class Chain(nn.Module):
     slices, iteration and the keys of `state_dict` are those of an `nn.Sequential`.
 
     Args:
-        units: The modules, in order.
+        units: The modules, in order; or a dict of them, whose keys name them in `state_dict`.
         backward: "store" keeps all activations (plain backprop), "checkpoint" the input of every
             unit, "reverse" nothing of a coupling and all of a junction.
         arithmetic: "float", or "fixed" for reversal to the last bit: `Fixed(bits=20)`.
@@ -56,7 +56,7 @@ class Chain(nn.Module):
 
     def __init__(
         self,
-        units: Iterable[nn.Module],
+        units: Iterable[nn.Module] | Mapping[str, nn.Module],
         *,
         backward: str = "reverse",
         arithmetic: str | Arithmetic = "float",
@@ -66,7 +66,8 @@ class Chain(nn.Module):
         super().__init__()
         if not isinstance(units, Iterable):
             raise TypeError(f"a chain takes a list of units, got one {type(units).__name__}")
-        for index, unit in enumerate(units):
+        named = units if isinstance(units, Mapping) else dict(enumerate(units))
+        for index, (name, unit) in enumerate(named.items()):
             if not isinstance(unit, nn.Module):
                 raise TypeError(
                     f"unit {index} must be a torch.nn.Module, got {type(unit).__name__}"
@@ -76,7 +77,7 @@ class Chain(nn.Module):
                     f"unit {index} is a compiled coupling, which a chain cannot look into; compile "
                     "its function instead: coupling.f.compile()"
                 )
-            self.add_module(str(index), unit)
+            self.add_module(str(name), unit)
         if not self._modules:
             raise ValueError("a chain needs at least one unit")
         if backward not in KEEPS:
@@ -120,15 +121,18 @@ class Chain(nn.Module):
         """The units, in order."""
         return iter(self)
 
-    def segments(self) -> list[tuple[bool, list[tuple[int, nn.Module]]]]:
-        """The units with their indices, in groups: rows of couplings (True), and others (False)."""
-        groups: list[tuple[bool, list[tuple[int, nn.Module]]]] = []
-        for index, unit in enumerate(self):
+    def segments(self) -> list[tuple[bool, list[tuple[str, nn.Module]]]]:
+        """The units, each with its name in errors: rows of couplings (True) and others (False)."""
+        groups: list[tuple[bool, list[tuple[str, nn.Module]]]] = []
+        for index, (key, unit) in enumerate(self._named_units()):
             in_row = isinstance(unit, Coupling)
             if not groups or groups[-1][0] != in_row:
                 groups.append((in_row, []))
-            groups[-1][1].append((index, unit))
+            groups[-1][1].append((name_unit(index, unit, key), unit))
         return groups
+
+    def _named_units(self) -> list[tuple[str, nn.Module]]:  # named_children omits repeated units
+        return list(self._modules.items())  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -137,12 +141,10 @@ class Chain(nn.Module):
         return iter(self._modules.values())  # type: ignore[arg-type]
 
     def __getitem__(self, index: int | slice) -> Any:
-        units = list(self)
-        return self._like(units[index]) if isinstance(index, slice) else units[index]
-
-    def _like(self, units: Sequence[nn.Module]) -> "Chain":
+        if not isinstance(index, slice):
+            return list(self)[index]
         return Chain(
-            units,
+            dict(self._named_units()[index]),
             backward=self.backward,
             arithmetic=self.arithmetic,
             check_every=self.check_every,
@@ -178,29 +180,30 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
     for in_row, units in chain.segments():
         row: tuple[Row, ...] = ()  # what a coupling gets beside its streams: its row, or nothing
         if in_row:
-            names = [name_unit(index, unit) for index, unit in units]
+            names = [name for name, _ in units]
             with naming(names[0]):
                 x = widen_streams(x)
                 if not chain._is_plain():
                     row = (Row(names, keep, chain.arithmetic, chain._mailbox),)
                     x = row[0].enter(x, drift_tolerance=drift_tolerance)
-        for index, unit in units:
-            name, own = name_unit(index, unit), taken(unit, side)
+        for name, unit in units:
+            own = taken(unit, side)
             with naming(name):
                 if in_row or junctions_keep == "graph":
                     x = unit(x, *row, **own)
                 else:
                     x = keep_input(name, unit, (x,), own, exact=exact)
         for each in row:
-            with naming(name_unit(*units[0])):
+            with naming(units[0][0]):
                 each.verify_complete()
     return x
 
 
-def name_unit(index: int, unit: nn.Module) -> str:
-    """Index and kind of a unit, as errors give them."""
+def name_unit(index: int, unit: nn.Module, key: str = "") -> str:
+    """Index, key and kind of a unit, as errors give them."""
     inner = f"({type(unit.f).__name__})" if isinstance(unit, Coupling) else ""
-    return f"unit {index}, {type(unit).__name__}{inner}"
+    own = f" ({key})" if key not in ("", str(index)) else ""
+    return f"unit {index}{own}, {type(unit).__name__}{inner}"
 
 
 def taken(unit: nn.Module, side: dict[str, Any]) -> dict[str, Any]:

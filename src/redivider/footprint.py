@@ -29,7 +29,7 @@ class Memory:
 
 def measure_memory(chain: nn.Module, x: Any, /, **side: Any) -> Memory:
     """Count the bytes that a forward and a backward allocate: measured, on any device."""
-    with restored(chain), _Live() as live:
+    with restored(chain), Live() as live:
         output = chain(x, **side)
         held = live.bytes
         roots = [each for each in tree_leaves(output) if each.requires_grad]
@@ -66,7 +66,7 @@ def check_memory(
     return found
 
 
-class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all storages that were made inside and are still alive."""
 
     def __init__(self) -> None:

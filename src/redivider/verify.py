@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from redivider.chain import Chain, name_unit, taken
+from redivider.chain import Chain, taken
 from redivider.coupling import Coupling, Streams, recover, verify_residual
 from redivider.errors import UnitError, naming
 from redivider.replay import Call, Record
@@ -65,8 +65,8 @@ def check_reversible(
                 x, found = _round_trip(chain, units, x, side)
                 errors |= found
             else:
-                for index, unit in units:
-                    with naming(name_unit(index, unit)):
+                for name, unit in units:
+                    with naming(name):
                         x = unit(x, **taken(unit, side))
     report = Errors("relative error of the recovered inputs", errors)
     for name, error in errors.items():  # a row is listed as it is recovered, its last unit first
@@ -125,18 +125,17 @@ def _verify_chain(chain: Any) -> None:
 
 
 def _round_trip(
-    chain: Chain, row: Sequence[tuple[int, nn.Module]], x: Any, side: dict[str, Any]
+    chain: Chain, row: Sequence[tuple[str, nn.Module]], x: Any, side: dict[str, Any]
 ) -> tuple[Streams, dict[str, float]]:
     """Run a row forwards, then recover it, each coupling from what the one after it recovered."""
     arithmetic = chain.arithmetic
-    with naming(name_unit(*row[0])):
+    with naming(row[0][0]):
         x = widen_streams(x)
     dtype = x[0].dtype
     a, b = (arithmetic.store(each).stored for each in x)
     passed: list[tuple[str, Streams, Call, list[Tensor], Record]] = []
-    for index, coupling in row:
+    for name, coupling in row:
         assert isinstance(coupling, Coupling)
-        name = name_unit(index, coupling)
         with naming(name):
             real = arithmetic.real(a, dtype).requires_grad_()
             call, tensors = Call.split(coupling.f, (real,), taken(coupling, side))

@@ -1,4 +1,7 @@
-"""Ten stages learn digits nearly as well as backprop does; misrouted messages do not."""
+"""Ten stages learn digits as well as backprop does; misrouted messages do not.
+
+The setting was chosen on held-out training images (docs/trade-offs.md), not on the test images.
+"""
 
 from collections.abc import Iterator
 
@@ -12,7 +15,8 @@ from pipeline.test_trajectory import OneOff
 
 datasets = pytest.importorskip("sklearn.datasets")
 
-BATCH, ACCUMULATE, WARM_UP = 4, 16, 20
+MICROBATCH, ACCUMULATE, WARM_UP, EPOCHS = 4, 16, 20, 16
+UPDATE = MICROBATCH * ACCUMULATE
 
 
 def network(seed: int) -> rd.Chain:
@@ -21,8 +25,9 @@ def network(seed: int) -> rd.Chain:
     def f() -> nn.Module:
         return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
 
+    stem = nn.Sequential(nn.Linear(64, 64), rd.Split())
     couplings = [rd.Coupling(f()) for _ in range(8)]
-    return rd.Chain([nn.Linear(64, 64), rd.Split(), *couplings, rd.Fuse(), nn.Linear(64, 10)])
+    return rd.Chain([stem, *couplings, nn.Sequential(rd.Fuse(), nn.Linear(64, 10))])
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -32,17 +37,17 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[order[:1437]], y[order[:1437]], x[order[1437:]], y[order[1437:]]
 
 
-def batches(x: Tensor, y: Tensor, epochs: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(x: Tensor, y: Tensor, epochs: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(epochs):
-        order = torch.randperm(len(y), generator=generator)[: len(y) // BATCH * BATCH]
-        for index in order.split(BATCH):
+        order = torch.randperm(len(y), generator=generator)[: len(y) // UPDATE * UPDATE]
+        for index in order.split(size):
             yield x[index], y[index]
 
 
 def rate(update: int, epochs: int) -> float:
     """Warm-up, then down to nothing."""
-    total = epochs * (1437 // BATCH) // ACCUMULATE
+    total = epochs * (1437 // UPDATE)
     return min(1.0, (update + 1) / WARM_UP) * max(0.0, 1 - update / total)
 
 
@@ -60,12 +65,11 @@ def by_backprop(epochs: int, seed: int = 0) -> float:
     model = network(seed)
     optimizer = make(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: rate(update, epochs))
-    for number, (images, labels) in enumerate(batches(x, y, epochs), 1):
-        (F.cross_entropy(model(images), labels) / ACCUMULATE).backward()
-        if number % ACCUMULATE == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+    for images, labels in batches(x, y, epochs, UPDATE):
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
     return accuracy(model, test_x, test_y)
 
 
@@ -81,18 +85,18 @@ def by_pipeline(epochs: int, seed: int = 0, cls: type[rd.Pipeline] = rd.Pipeline
         lr_lambda=lambda update: rate(update, epochs),
     )
     assert len(pipe.stages) == 10
-    for images, labels in batches(x, y, epochs):
+    for images, labels in batches(x, y, epochs, MICROBATCH):
         pipe.step(images, labels)
     pipe.flush(update=True)
     return accuracy(model, test_x, test_y)
 
 
 @pytest.mark.timeout(300)
-def test_petra_comes_close_to_backprops_accuracy():
-    """Within three points, not one: seeds 0, 1, 2 gave gaps of 0.6, 0.6 and 2.2 points."""
-    backprop = by_backprop(epochs=8)
-    assert backprop > 0.94
-    assert by_pipeline(epochs=8) >= backprop - 0.03
+def test_petra_reaches_backprops_accuracy_within_a_point():
+    """Seeds 0 to 4 gave gaps of 0.0, 0.8, 0.0, 0.6 and 0.0 points."""
+    backprop = by_backprop(EPOCHS)
+    assert backprop > 0.96
+    assert by_pipeline(EPOCHS) >= backprop - 0.01
 
 
 @pytest.mark.timeout(300)

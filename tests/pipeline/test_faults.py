@@ -172,7 +172,7 @@ def test_losses_with_parameters_and_extra_outputs():
 
     loss = Temperature()
     _, pipe = build(loss)
-    assert "loss.log" in dict(pipe.stages[-1].named_parameters())
+    assert "loss.log" in dict(pipe.stages[-1].module.named_parameters())
     ticks = [pipe.step(*batch(n)) for n in range(6)]
     assert [tick.microbatch for tick in ticks] == [None, None, None, 0, 1, 2]
     assert ticks[0].loss is None and ticks[0].aux is None
@@ -205,6 +205,32 @@ def test_frozen_stages_have_no_optimizer_and_stay_as_they_are():
     for n in range(8):
         x, target = batch(n)
         pipe.step(x[:, 0], target)
-    assert [stage.index for stage in made] == [1, 2]
+    assert made == [stage.module for stage in pipe.stages[1:]]
     assert torch.equal(units[0].weight, before)
     assert [stage.num_updates for stage in pipe.stages] == [4, 5, 6]
+
+
+def test_units_may_have_any_name_but_that_of_the_loss():
+    """A stage has attributes of its own, which a unit's name must not meet."""
+    names = ["module", "norm", "index", "optimizer", "update"]
+    units = [nn.Linear(5, 4), rd.Split(), rd.Coupling(MLP(2)), rd.Fuse(), nn.Linear(4, 3)]
+    seen = []
+    pipe = rd.Pipeline(
+        rd.Chain(dict(zip(names, units, strict=True))),
+        stages=2,
+        loss=F.cross_entropy,
+        optimizer=lambda stage: seen.extend(key for key, _ in stage.named_children()) or SGD(stage),
+        clip_norm=1.0,
+    )
+    x, target = batch(0)
+    for _ in range(4):
+        pipe.step(x[:, 0], target)
+    assert seen == names
+    assert all(stage.num_updates for stage in pipe.stages)
+
+    class Scaled(nn.Linear):
+        def forward(self, y, target):
+            return F.cross_entropy(super().forward(y), target)
+
+    with pytest.raises(ValueError, match="a unit of the last stage is called 'loss'"):
+        rd.Pipeline(rd.Chain({"loss": nn.Linear(5, 3)}), stages=1, loss=Scaled(3, 3), optimizer=SGD)

@@ -100,8 +100,8 @@ def count_costs(
     chain = Chain(units.values())
     costs = []
     with restored(chain):
-        for index, unit in enumerate(chain):
-            with naming(name_unit(index, unit)):
+        for index, (name, unit) in enumerate(units.items()):
+            with naming(name_unit(index, unit, name)):
                 example, cost = measure(unit, example, taken(unit, side))
                 costs.append(cost)
     return costs

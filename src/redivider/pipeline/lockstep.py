@@ -114,9 +114,9 @@ class Pipeline:
         self._loss.hang_in(self.stages[-1])
         verify_unshared(self.stages)
         for stage in self.stages:
-            stage.zero_grad()  # what was left from before would count as a first backward pass
-            if any(each.requires_grad for each in stage.parameters()):
-                stage.optimizer = optimizer(stage)
+            stage.module.zero_grad()  # what was left would count as a first backward pass
+            if any(each.requires_grad for each in stage.module.parameters()):
+                stage.optimizer = optimizer(stage.module)
         self._tick = 0  # since the pipeline was last empty
         self._first = 0  # the micro-batch that entered at tick 0
         self._entered = 0  # micro-batches since then

@@ -32,7 +32,12 @@ class Loss:
     def hang_in(self, stage: Stage) -> None:
         """Let the last stage own the loss's parameters."""
         if any(True for _ in self.module.parameters()):
-            stage.add_module("loss", self.module)
+            if "loss" in stage.module._modules:
+                raise ValueError(
+                    "a unit of the last stage is called 'loss', as is the loss, which has "
+                    "parameters too; give the unit another name"
+                )
+            stage.module.add_module("loss", self.module)
 
     def state_dict(self) -> dict[str, Any]:
         """Its weights, and their gradients summed so far."""

@@ -51,7 +51,7 @@ def place_units(
         name: Unit(
             module,
             index,
-            name_unit(index, module),
+            name_unit(index, module, name),
             method=method,
             arithmetic=arithmetic,
             seed=seed,
@@ -76,7 +76,7 @@ def verify_unshared(stages: Sequence[Stage]) -> None:
     """Refuse a parameter that two stages would train: they do so at different times."""
     owners: dict[int, tuple[int, str]] = {}
     for stage in stages:
-        for name, parameter in stage.named_parameters():
+        for name, parameter in stage.module.named_parameters():
             j, other = owners.setdefault(id(parameter), (stage.index, name))
             if j != stage.index:
                 raise ValueError(

@@ -56,11 +56,11 @@ class Clip:
     over: Literal["stage", "all"] = "stage"
 
 
-class Stage(nn.Module):
+class Stage:
     """Consecutive units with their optimizer.
 
-    As a module it holds the caller's own units under the names they have in the uncut model, so the
-    names of its parameters are the model's.
+    `module` holds the caller's own units under the names they have in the uncut model, so the names
+    of its parameters are the model's. It is a bare module, so that no name is taken.
 
     Args:
         index: Its place in the pipeline.
@@ -68,11 +68,11 @@ class Stage(nn.Module):
     """
 
     def __init__(self, index: int, units: dict[str, Unit]) -> None:
-        super().__init__()
         self.index = index
         self.units = list(units.values())
+        self.module = nn.Module()
         for name, unit in units.items():
-            hang(self, name, unit.module)
+            hang(self.module, name, unit.module)
         self.optimizer: torch.optim.Optimizer | None = None
         self.num_updates = 0
         self.num_pending = 0
@@ -106,7 +106,7 @@ class Stage(nn.Module):
             clip: How gradients are clipped, if at all.
             other_norms: Of the other stages' gradients at their last updates.
         """
-        grads = [each.grad for each in self.parameters() if each.grad is not None]
+        grads = [each.grad for each in self.module.parameters() if each.grad is not None]
         if grads and self.num_pending > 1:
             torch._foreach_div_(grads, self.num_pending)
         if clip is not None:
@@ -130,7 +130,7 @@ class Stage(nn.Module):
             "norm": self.norm,
         }
         if self.optimizer is not None:
-            names = {id(each): name for name, each in self.named_parameters()}
+            names = {id(each): name for name, each in self.module.named_parameters()}
             state["groups"] = [
                 {k: v for k, v in group.items() if k != "params"}
                 | {"names": [names[id(each)] for each in group["params"]]}
@@ -146,7 +146,7 @@ class Stage(nn.Module):
         self.norm = state["norm"]
         if self.optimizer is None:
             return
-        by_name = dict(self.named_parameters())
+        by_name = dict(self.module.named_parameters())
         self.optimizer.state.clear()
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "names"})

@@ -73,8 +73,8 @@ class Seeded(Randomness):
             yield
 
 
-def mix_seeds(*parts: int) -> int:
-    """One seed out of several numbers; the same on every machine."""
+def mix_seeds(*parts: int | str) -> int:
+    """One seed out of several numbers or names; the same on every machine."""
     digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1  # generators take 63 bits
 

@@ -1,0 +1,99 @@
+"""Activation memory of the models, per sample: stored, checkpointed, reversed; and by depth.
+
+    python benchmarks/model-memory/run.py                  # counted on the meta device, any machine
+    python benchmarks/model-memory/run.py --device cuda    # peaks measured by CUDA's allocator
+
+Prints the tables of its README and of docs/models.md.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import redivider as rd
+from redivider.footprint import Live
+from redivider.models.catalogue import resolve
+from redivider.models.summary import Fused, summarise
+
+WAYS = ("store", "checkpoint", "reverse")
+MIB = 2**20
+# a model, and how to make it deeper by a number of layers or blocks
+DEEPER: dict[str, Callable[[int], dict[str, Any]]] = {
+    "revnet18": lambda n: {"depths": (2, 2, 2 + n, 2)},
+    "revnet50": lambda n: {"depths": (3, 4, 6 + n, 3)},
+    "rev_vit_small": lambda n: {"depth": 12 + n},
+    "rev_vit_base": lambda n: {"depth": 12 + n},
+    "rev_vit_large": lambda n: {"depth": 24 + n},
+    "rev_gpt_small": lambda n: {"depth": 12 + n},
+}
+PUBLISHED = {"small": (66.5, 8.8), "base": (129.7, 17.0), "large": (349.3, 22.6)}
+
+
+def kept_by_depth() -> None:
+    """Between forward and backward, and what a layer or block adds."""
+    print("| model | stored | checkpointed | reversed | each layer or block more: | | |")
+    print("|---|---|---|---|---|---|---|")
+    for name, deeper in DEEPER.items():
+        now, then = (summarise(name, also=WAYS[1:], **deeper(n)).kept for n in (0, 8))
+        slopes = [(then[way] - now[way]) / 8 / MIB for way in WAYS]
+        cells = [f"{now[way] / MIB:.2f}" for way in WAYS] + [f"{each:.3f}" for each in slopes]
+        print(f"| `{name}` | {' | '.join(cells)} |")
+
+
+def peaks(device: str) -> None:
+    """At the worst moment of a step, by the batch: what one image more takes."""
+    print("| | stored | checkpointed | reversed | saved | published, stored | reversed | saved |")
+    print("|---|---|---|---|---|---|---|---|")
+    for size, (stored, rebuilt) in PUBLISHED.items():
+        plain = slope(f"vit_{size}", "store", device)
+        found = [slope(f"rev_vit_{size}", way, device) for way in WAYS[1:]]
+        cells = [f"{each:.1f}" for each in (plain, *found)]
+        print(
+            f"| ViT-{size[0].upper()} | {' | '.join(cells)} | {plain / found[-1]:.1f} "
+            f"| {stored} | {rebuilt} | {stored / rebuilt:.1f} |"
+        )
+
+
+def slope(name: str, backward: str, device: str) -> float:
+    """MiB of peak memory for each sample beyond 8, up to 64: weights and gradients fall out."""
+    model = rd.create_model(name, device=device, backward=backward)
+    options = resolve(name)[1]
+    peak = peak_counted if device == "meta" else peak_measured
+    few, many = (peak(model, options.example(batch).to(device)) for batch in (8, 64))
+    return (many - few) / 56 / MIB
+
+
+def peak_counted(model: rd.Chain, x: torch.Tensor) -> int:
+    """By the storages alive on the meta device, attention counted as a fused kernel."""
+    with Fused(), Live() as live:
+        torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    return live.peak
+
+
+def peak_measured(model: rd.Chain, x: torch.Tensor) -> int:
+    """By CUDA's allocator."""
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        peak = torch.cuda.max_memory_allocated()
+        del gradients
+    return peak
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="meta", choices=["meta", "cuda"])
+    device = parser.parse_args().device
+    if device == "cuda":
+        print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    else:
+        kept_by_depth()
+        print()
+    peaks(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Architectures as rows of units, one family a file."""

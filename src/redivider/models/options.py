@@ -1,0 +1,73 @@
+"""What a model is made for, and how errors say that it cannot be made so."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class OptionError(ValueError):
+    """Options that no model can have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Square images in, a score per class out."""
+
+    num_classes: int = 1000
+    image_size: int = 224
+    in_channels: int = 3
+
+    def __post_init__(self) -> None:
+        verify_positive(self, "num_classes", "image_size", "in_channels")
+
+    def example(self, batch: int = 8) -> Tensor:
+        """A batch of noise."""
+        return torch.randn(batch, self.in_channels, self.image_size, self.image_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The size of a transformer, and its dropout.
+
+    Drop-path rises over the layers, from 0 in the first to `drop_path` in the last.
+    """
+
+    width: int
+    depth: int
+    heads: int
+    hidden: int | None = None
+    """Width of the MLP's middle; 4 times the width unless set."""
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    drop_path: float = 0.0
+
+    def __post_init__(self) -> None:
+        verify_positive(self, "width", "depth", "heads")
+        if self.hidden is not None:
+            verify_positive(self, "hidden")
+        if self.width % self.heads:
+            raise OptionError(
+                f"width {self.width} cannot be shared out among {self.heads} heads; "
+                f"make it a multiple of {self.heads}, or change heads"
+            )
+        for name in ("dropout", "attention_dropout", "drop_path"):
+            if not 0 <= getattr(self, name) < 1:
+                raise OptionError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+
+    @property
+    def middle(self) -> int:
+        """Width of the MLP's middle."""
+        return 4 * self.width if self.hidden is None else self.hidden
+
+    def drop_path_of(self, layer: int) -> float:
+        """The drop-path of one layer."""
+        return self.drop_path * layer / max(1, self.depth - 1)
+
+
+def verify_positive(options: object, *names: str) -> None:
+    """Refuse sizes below 1."""
+    for name in names:
+        value = getattr(options, name)
+        if not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name} must be a whole number, 1 or more, got {value!r}")

@@ -1,0 +1,176 @@
+"""What several families are made of.
+
+Every module here with weights has `reset_parameters`, so that models can be built on the meta
+device and get their weights later.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Units = dict[str, nn.Module]
+
+
+class Residual(nn.Module):
+    """x -> x + f(x): what a coupling is in a network that does not reverse."""
+
+    def __init__(self, f: nn.Module) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.f(x)
+        return y
+
+
+class Linear(nn.Linear):
+    """A linear map whose bias begins at 0.
+
+    Its weights begin normal with a standard deviation, or unless that is given by Glorot's rule,
+    which suits all widths.
+    """
+
+    def __init__(
+        self, width: int, out: int, *, std: float | None = None, bias: bool = True
+    ) -> None:
+        self.std = std
+        super().__init__(width, out, bias=bias)
+
+    def reset_parameters(self) -> None:
+        if self.std is None:
+            nn.init.xavier_uniform_(self.weight)
+        else:
+            nn.init.trunc_normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Positions(nn.Module):
+    """Adds a learned vector to each token by its place; shorter sequences use the first ones."""
+
+    def __init__(self, num_tokens: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_tokens, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Small, normal."""
+        nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > len(self.weight):
+            raise ValueError(f"{x.shape[1]} tokens are more than the {len(self.weight)} it has")
+        return x + self.weight[: x.shape[1]]
+
+
+class Attention(nn.Module):
+    """Self-attention over tokens of shape (batch, tokens, width).
+
+    Args:
+        width: Of a token.
+        heads: Their number, which divides the width.
+        causal: Whether a token sees only those before it, and itself.
+        dropout: Of the attention's weights.
+        std: Of the first weights in, and of those out; None for Glorot's rule.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        causal: bool = False,
+        dropout: float = 0.0,
+        std: tuple[float, float] | tuple[None, None] = (None, None),
+    ) -> None:
+        super().__init__()
+        self.heads, self.causal, self.dropout = heads, causal, dropout
+        self.qkv = Linear(width, 3 * width, std=std[0])
+        self.out = Linear(width, width, std=std[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=self.causal
+        )
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, causal={self.causal}, dropout={self.dropout}"
+
+
+class DropPath(nn.Module):
+    """Drops a residual for whole samples, and enlarges the others to make up for it.
+
+    Huang et al. 2016 (stochastic depth).
+    """
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.probability:
+            return x
+        keep = 1 - self.probability
+        mask = x.new_empty(len(x), *(1,) * (x.dim() - 1)).bernoulli_(keep)
+        return x * (mask / keep)
+
+    def extra_repr(self) -> str:
+        return f"{self.probability}"
+
+
+class Pool(nn.Module):
+    """Both streams averaged over all places, side by side: what a classifier sees."""
+
+    def __init__(self, *places: int) -> None:
+        super().__init__()
+        self.places = places
+
+    def forward(self, streams: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat([each.mean(self.places) for each in streams], 1)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.places))
+
+
+def conv_norm(
+    channels: int, out: int, kernel: int, *, stride: int = 1, relu: bool = True
+) -> nn.Sequential:
+    """Convolution (with a bias, as PETRA has it), batch norm, and mostly a ReLU."""
+    conv = nn.Conv2d(channels, out, kernel, stride=stride, padding=kernel // 2)
+    parts: dict[str, nn.Module] = {"conv": conv, "norm": nn.BatchNorm2d(out)}
+    return named(**parts, relu=nn.ReLU(inplace=True)) if relu else named(**parts)
+
+
+def mlp(
+    width: int,
+    hidden: int,
+    activation: Callable[[], nn.Module] = nn.GELU,
+    *,
+    dropout: float = 0.0,
+    std: tuple[float, float] | tuple[None, None] = (None, None),
+) -> nn.Sequential:
+    """Two linear maps with a non-linearity between."""
+    return named(
+        grow=Linear(width, hidden, std=std[0]),
+        activation=activation(),
+        dropout=nn.Dropout(dropout),
+        shrink=Linear(hidden, width, std=std[1]),
+    )
+
+
+def residual(
+    norm: nn.Module, body: nn.Module, *, dropout: float = 0.0, drop_path: float = 0.0
+) -> nn.Sequential:
+    """What a transformer adds to its stream: the norm before, dropout and drop-path after."""
+    return named(norm=norm, body=body, dropout=nn.Dropout(dropout), drop_path=DropPath(drop_path))
+
+
+def named(**modules: nn.Module) -> nn.Sequential:
+    """A Sequential whose parts have names."""
+    return nn.Sequential(OrderedDict(modules))

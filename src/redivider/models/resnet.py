@@ -1,0 +1,122 @@
+"""ResNet: residual networks of convolutions.
+
+He et al. 2015, in the form of torchvision (stride in the 3x3 convolution of a bottleneck), but with
+biases in the convolutions, as in PETRA's code, so that parameters compare with RevNet's.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import relu
+
+from redivider.models.options import Images, OptionError, verify_positive
+from redivider.models.parts import Units, conv_norm, named
+
+SIZES: dict[str, dict[str, Any]] = {
+    "18": {"depths": (2, 2, 2, 2)},
+    "34": {"depths": (3, 4, 6, 3)},
+    "50": {"depths": (3, 4, 6, 3), "bottleneck": True},
+    "101": {"depths": (3, 4, 23, 3), "bottleneck": True},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Images):
+    """Of ResNet and RevNet. Images of up to 64 pixels get a stem that does not shrink them."""
+
+    depths: tuple[int, ...]
+    """Blocks of each group; the first block of a later group halves the image."""
+    bottleneck: bool = False
+    width: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        verify_positive(self, "width")
+        if not self.depths or any(depth < 1 for depth in self.depths):
+            raise OptionError(f"depths must be 1 or more for each group, got {self.depths}")
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the stem keeps the size of the image."""
+        return self.image_size <= 64
+
+    @property
+    def width_out(self) -> int:
+        """Channels of the last group."""
+        *_, (_, last) = self.blocks()
+        return last.out
+
+    def blocks(self) -> Iterator[tuple[str, "Block"]]:
+        """Name and shape of every block, in order."""
+        channels = self.width
+        for group, depth in enumerate(self.depths):
+            middle = self.width * 2**group
+            out = 4 * middle if self.bottleneck else middle
+            for index in range(depth):
+                stride = 2 if group and not index else 1
+                yield f"block{group + 1}_{index + 1}", Block(channels, middle, out, stride)
+                channels = out
+
+
+@dataclass(frozen=True)
+class Block:
+    """Channels of a residual block, and its stride."""
+
+    channels: int
+    middle: int
+    out: int
+    stride: int
+
+    @property
+    def keeps_shape(self) -> bool:
+        """Whether its input can be added to its output."""
+        return self.stride == 1 and self.channels == self.out
+
+    def function(self, *, bottleneck: bool, relu: bool) -> nn.Sequential:
+        """The residual function: two 3x3 convolutions, or 1x1, 3x3 and 1x1."""
+        if not bottleneck:
+            return nn.Sequential(
+                conv_norm(self.channels, self.out, 3, stride=self.stride),
+                conv_norm(self.out, self.out, 3, relu=relu),
+            )
+        return nn.Sequential(
+            conv_norm(self.channels, self.middle, 1),
+            conv_norm(self.middle, self.middle, 3, stride=self.stride),
+            conv_norm(self.middle, self.out, 1, relu=relu),
+        )
+
+    def projection(self) -> nn.Sequential:
+        """What brings its input to the shape of its output."""
+        return conv_norm(self.channels, self.out, 1, stride=self.stride, relu=False)
+
+
+class ResidualBlock(nn.Module):
+    """x -> ReLU(x + f(x)), with a projection of x where the shape changes."""
+
+    def __init__(self, block: Block, *, bottleneck: bool) -> None:
+        super().__init__()
+        self.f = block.function(bottleneck=bottleneck, relu=False)
+        self.shortcut = nn.Identity() if block.keeps_shape else block.projection()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return relu(self.f(x) + self.shortcut(x))
+
+
+def resnet(options: Options) -> Units:
+    """The units of a ResNet: stem, one for each block, head."""
+    small, width = options.is_small, options.width
+    stem = conv_norm(options.in_channels, width, 3 if small else 7, stride=1 if small else 2)
+    if not small:
+        stem.append(nn.MaxPool2d(3, stride=2, padding=1))
+    blocks = {
+        name: ResidualBlock(block, bottleneck=options.bottleneck)
+        for name, block in options.blocks()
+    }
+    head = named(
+        pool=nn.AdaptiveAvgPool2d(1),
+        flat=nn.Flatten(),
+        classes=nn.Linear(options.width_out, options.num_classes),
+    )
+    return {"stem": stem, **blocks, "head": head}

@@ -1,0 +1,64 @@
+"""RevNet: ResNet in two streams, one coupling per residual block, as in PETRA.
+
+Rivaud et al. 2024 (PETRA), after Gomez et al. 2017. All widths are doubled and split into two
+streams, each as wide as a ResNet; a block acts on one of them, so the parameters stay those of a
+ResNet but for the stem, the blocks that change the shape, and the head.
+
+Paper and code differ where a basic block halves the image: with c = BN(conv(a)) the second stream
+goes on as c in the paper, and as ReLU(c) in the published code, where an in-place ReLU reaches the
+aliased tensor. It is ReLU(c) here: the published accuracies were measured with that.
+"""
+
+from torch import Tensor, nn
+
+from redivider.coupling import Coupling, Streams
+from redivider.junction import Split
+from redivider.models.parts import Pool, Units, conv_norm, named
+from redivider.models.resnet import Block, Options
+
+
+class BasicTransition(nn.Module):
+    """(a, b) -> (R(c) + Q(b), c) with c = ReLU(BN(conv(a))): a is shrunk once, for both streams."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.shrink = conv_norm(block.channels, block.out, 3, stride=block.stride)
+        self.f = conv_norm(block.out, block.out, 3)
+        self.shortcut = block.projection()
+
+    def forward(self, streams: Streams) -> Streams:
+        a, b = streams
+        c: Tensor = self.shrink(a)
+        return self.f(c) + self.shortcut(b), c
+
+
+class BottleneckTransition(nn.Module):
+    """(a, b) -> (R(a) + Q(b), P(a)): every stream has a projection of its own."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.f = block.function(bottleneck=True, relu=True)
+        self.shortcut_a = block.projection()
+        self.shortcut_b = block.projection()
+
+    def forward(self, streams: Streams) -> Streams:
+        a, b = streams
+        return self.f(a) + self.shortcut_b(b), self.shortcut_a(a)
+
+
+def revnet(options: Options) -> Units:
+    """The units of a RevNet: stem, one for each block, head; PETRA's stages."""
+    small, width = options.is_small, 2 * options.width
+    stem = conv_norm(options.in_channels, width, 3 if small else 7, stride=1 if small else 2)
+    if not small:
+        stem.append(nn.MaxPool2d(2))
+    stem.append(Split(dim=1))
+    transition = BottleneckTransition if options.bottleneck else BasicTransition
+    blocks = {
+        name: Coupling(block.function(bottleneck=options.bottleneck, relu=True))
+        if block.keeps_shape
+        else transition(block)
+        for name, block in options.blocks()
+    }
+    head = named(pool=Pool(2, 3), classes=nn.Linear(2 * options.width_out, options.num_classes))
+    return {"stem": stem, **blocks, "head": head}

@@ -1,0 +1,82 @@
+"""What a model costs, counted on the meta device: nothing is allocated, however large it is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from redivider.coupling import Coupling
+from redivider.footprint import Live
+from redivider.models.catalogue import create_model, resolve
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of one sample, in a batch of several."""
+
+    parameters: int
+    flops: float
+    """Of a forward; torch counts a multiplication and an addition as two."""
+    kept: dict[str, float]
+    """Bytes of activations between forward and backward, by the chain's `backward`."""
+
+
+def summarise(
+    name: str, *, batch: int = 8, also: Sequence[str] = ("reverse",), **options: Any
+) -> Summary:
+    """Count parameters, work, and what autograd keeps of a batch, divided by its size.
+
+    Args:
+        name: Of the model.
+        batch: How many samples.
+        also: Ways of a backward to count the memory of, beside "store"; "reverse" only if there are
+            couplings.
+        **options: Of the model.
+    """
+    model = create_model(name, device="meta", **options)
+    x = resolve(name, **options)[1].example(batch).to("meta")
+    model.check_every = 0
+    kept: dict[str, float] = {}
+    reversible = any(isinstance(each, Coupling) for each in model)
+    with Fused():
+        for model.backward in ("store", *also):
+            if model.backward == "reverse" and not reversible:
+                continue
+            with _Counter() as counter:
+                y = model(x)
+                kept[model.backward] = counter.bytes / batch
+                del y  # not before
+    parameters = sum(each.numel() for each in model.parameters())
+    return Summary(parameters, counter.flops / batch, kept)
+
+
+class _Counter(Live):  # type: ignore[no-untyped-call]
+    """Counts FLOPs beside bytes, by the formulas of torch's flop counter and half its time."""
+
+    flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+class Fused(TorchFunctionMode):
+    """Attention by a fused kernel, as on any real device; on meta it would keep all its weights."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(*args, kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False))[0]
+        return func(*args, **kwargs)

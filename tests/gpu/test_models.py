@@ -1,0 +1,71 @@
+"""Every family on a GPU: weights drawn as on the CPU, gradients by reversal, bf16, chunks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models.families import EACH, TEXT
+from oracle import gradients, weigh, worst_error
+
+import redivider as rd
+from redivider.models.catalogue import resolve
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize(("name", "options"), EACH)
+def test_weights_are_those_of_the_cpu_and_gradients_those_of_store(name, options):
+    cpu = rd.create_model(name, seed=2, **options)
+    models = [
+        rd.create_model(name, seed=2, device="cuda", backward=backward, **options)
+        for backward in ("store", "reverse")
+    ]
+    for key, each in cpu.state_dict().items():
+        assert torch.equal(each, models[0].state_dict()[key].cpu()), key
+    x = resolve(name, **options)[1].example(5).cuda()
+    x = x.double() if x.is_floating_point() else x
+    found = []
+    for model in models:
+        torch.manual_seed(1)
+        weigh(model.double()(x)).backward()
+        found.append(gradients(model))
+    assert worst_error(found[1], found[0]) <= 1e-10
+
+
+@pytest.mark.parametrize(("name", "options"), EACH)
+def test_a_step_under_autocast_waits_for_nothing(name, options):
+    model = rd.create_model(name, device="cuda", **options)
+    x = resolve(name, **options)[1].example(8).cuda()
+    for step in range(3):
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()
+    assert all(each.grad is not None for each in model.parameters())
+
+
+def test_chunks_keep_the_logits_out_of_memory():
+    options = {**TEXT, "depth": 2, "vocabulary": 50257, "context": 512}
+    model = rd.create_model("rev_gpt_nano", device="cuda", **options)
+    body, tokens = model[:-1], torch.randint(50257, (8, 512), device="cuda")
+    chunked = rd.ChunkedCrossEntropy(model[-1], chunk=256)
+    peaks, losses = [], []
+    for run in (
+        lambda: chunked(body(tokens), tokens),
+        lambda: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()),
+    ):
+        torch.manual_seed(0)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = run()
+        loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        losses.append(loss.item())
+        model.zero_grad()
+        del loss
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    logits = 4 * 8 * 512 * 50257
+    assert peaks[0] < 0.3 * logits < 2 * logits < peaks[1]

@@ -1,0 +1,71 @@
+"""First weights depend on the seed and the unit's name alone."""
+
+import pytest
+import torch
+from torch import nn
+
+import redivider as rd
+from models.families import EACH
+from redivider.initial import materialise
+from redivider.models.catalogue import resolve
+
+
+@pytest.mark.parametrize(("name", "options"), EACH)
+def test_a_subset_of_units_gets_the_weights_of_the_whole(name, options):
+    whole = rd.create_model(name, seed=3, **options)
+    family, made = resolve(name, **options)
+    torch.manual_seed(5)  # the caller's generator has no part in it
+    with torch.device("meta"):
+        units = family.units(made)
+    some = dict(list(units.items())[1::2])
+    assert all(each.is_meta for unit in some.values() for each in unit.parameters())
+    state = torch.get_rng_state()
+    materialise(some, seed=3)
+    assert torch.equal(state, torch.get_rng_state())
+    for key, unit in some.items():
+        for inner, each in unit.state_dict().items():
+            assert torch.equal(each, whole.state_dict()[f"{key}.{inner}"]), (key, inner)
+
+
+@pytest.mark.parametrize(("name", "options"), EACH)
+def test_another_seed_gives_other_weights_and_units_differ(name, options):
+    one, same, other = (rd.create_model(name, seed=seed, **options) for seed in (0, 0, 1))
+    for key, each in one.named_parameters():
+        assert torch.equal(each, same.get_parameter(key))
+        constant = each.min() == each.max()
+        assert constant or not torch.equal(each, other.get_parameter(key)), key
+        assert each.isfinite().all()
+    drawn = [each.flatten()[:4] for each in one.parameters() if each.min() != each.max()]
+    assert len({tuple(each.tolist()) for each in drawn}) == len(drawn), "two have the same numbers"
+
+
+def test_depth_does_not_change_the_units_that_stay():
+    options = dict(EACH)["rev_vit_tiny"]
+    short, long = (rd.create_model("rev_vit_tiny", **{**options, "depth": d}) for d in (2, 5))
+    for key, each in short.state_dict().items():
+        assert torch.equal(each, long.state_dict()[key]), key
+
+
+def test_a_tie_outlives_the_meta_device():
+    options = dict(EACH)["gpt_nano"]
+    model = rd.create_model("gpt_nano", tied=True, **options)
+    assert model[-1].weight is model[0].tokens.weight
+    assert not model[-1].weight.is_meta
+    with pytest.raises(ValueError, match=r"'head.weight' of stage 1 is also 'stem.tokens.weight'"):
+        rd.Pipeline(
+            model, stages=2, loss=nn.MSELoss(), optimizer=lambda s: torch.optim.SGD(s.parameters())
+        )
+
+
+def test_weights_without_a_way_to_set_them_are_refused():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+    with pytest.raises(
+        rd.UnitError, match=r"unit a: inner \(Bare\) has weights .* reset_parameters"
+    ):
+        unit = nn.Module()
+        unit.inner = Bare()
+        materialise({"a": unit}, seed=0)

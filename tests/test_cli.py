@@ -1,0 +1,43 @@
+"""The command line, as a user runs it."""
+
+import subprocess
+import sys
+
+import pytest
+
+import redivider as rd
+from redivider.cli import main
+
+
+def test_models_prints_a_row_for_each_that_matches(capsys):
+    assert main(["models", "revnet18", "*vit_tiny"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {row[0]: row[1:] for row in rows if len(row) == 5 and row[0] in rd.list_models()}
+    assert list(rows) == ["revnet18", "vit_tiny", "rev_vit_tiny"]
+    assert rows["revnet18"][:2] == ["12,215,912", "3.9"]
+    assert rows["vit_tiny"][-1] == "-"
+    stored, rebuilt = map(float, rows["rev_vit_tiny"][-2:])
+    assert stored > 50 * rebuilt
+
+
+def test_a_pattern_that_matches_nothing_lists_what_there_is(capsys):
+    assert main(["models", "swan*"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "no model matches swan*" in said.err and "rev_vit_small" in said.err
+
+
+def test_help_and_wrong_commands():
+    for arguments, status, text in (["--help"], 0, "models"), (["modls"], 2, "invalid choice"):
+        command = [sys.executable, "-m", "redivider", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == status
+        assert text in done.stdout + done.stderr
+
+
+def test_giants_take_no_memory(capsys):
+    resource = pytest.importorskip("resource")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert main(["models", "rev_vit_giant"]) == 0
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 500_000, f"its weights alone would take 4,056,000 KiB; it took {grown}"
