@@ -36,6 +36,19 @@ def test_units_with_names_keep_them_in_keys_slices_and_errors():
         chain(torch.randn(5, 6))
 
 
+@pytest.mark.parametrize("name", ["", "a.b", "backward", "arithmetic", "forward"])
+def test_names_that_a_unit_cannot_have(name):
+    with pytest.raises(ValueError, match=f"a unit cannot be called {name!r}"):
+        rd.Chain({name: nn.Identity()})
+
+
+def test_names_are_kept_apart_and_a_module_dict_has_names():
+    with pytest.raises(ValueError, match="two units are called '1'"):
+        rd.Chain({1: nn.Identity(), "1": nn.Identity()})
+    chain = rd.Chain(nn.ModuleDict({"stem": nn.Linear(2, 2), "end": nn.Linear(2, 2)}))
+    assert next(iter(chain.state_dict())) == "stem.weight"
+
+
 def test_a_unit_may_occur_twice():
     shared = rd.Coupling(MLP(8).double())
     chain = rd.Chain([rd.Duplicate(), shared, shared, rd.Fuse()])

@@ -25,6 +25,14 @@ def test_a_pattern_that_matches_nothing_lists_what_there_is(capsys):
     said = capsys.readouterr()
     assert said.out == ""
     assert "no model matches swan*" in said.err and "rev_vit_small" in said.err
+    assert main(["models", "revnet18", "swan"]) == 1
+    assert "no model matches swan;" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m redivider models 'res*' | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert "Error" not in done.stderr
 
 
 def test_help_and_wrong_commands():

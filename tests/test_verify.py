@@ -109,3 +109,10 @@ def test_check_memory_passes_reversal_and_refuses_storing():
     for check in (rd.check_reversible, rd.check_gradients):
         with pytest.raises(TypeError, match="take a Chain, got Linear"):
             check(nn.Linear(2, 2), x)
+
+
+def test_a_model_without_memory_can_be_measured_and_cut():
+    model = rd.create_model("revnet18", image_size=32, device="meta")
+    x = torch.empty(2, 3, 32, 32, device="meta")
+    assert rd.measure_memory(model, x).held > 0
+    assert sum(rd.balance(model, 4, example=x)) == len(model)

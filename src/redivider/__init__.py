@@ -4,6 +4,8 @@ from importlib import metadata as _metadata
 
 from redivider.arithmetic import Fixed as Fixed
 from redivider.arithmetic import Float as Float
+from redivider.capture import CaptureError as CaptureError
+from redivider.capture import capture as capture
 from redivider.chain import Chain as Chain
 from redivider.coupling import Coupling as Coupling
 from redivider.drift import DriftWarning as DriftWarning
@@ -23,6 +25,7 @@ from redivider.verify import check_gradients as check_gradients
 from redivider.verify import check_reversible as check_reversible
 
 __all__ = [
+    "CaptureError",
     "Chain",
     "ChangedError",
     "ChunkedCrossEntropy",
@@ -36,6 +39,7 @@ __all__ = [
     "Split",
     "UnitError",
     "balance",
+    "capture",
     "check_gradients",
     "check_memory",
     "check_reversible",

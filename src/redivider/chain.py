@@ -2,34 +2,46 @@
 
 What a unit keeps between its forward and its backward:
 
-    backward       a coupling    a junction    work (forward and backward of a unit: 3)
-    "store"        graph         graph         3
-    "checkpoint"   input         input         4
-    "reverse"      nothing       graph         4
+    backward               a coupling    a junction    work (forward and backward of a unit: 3)
+    "store"                graph         graph         3
+    "checkpoint"           input         input         4
+    "reverse"              nothing       graph         4
+    "overlap"              nothing       graph         4, one of them beside the others
+    "checkpoint-overlap"   input         input         4, one of them beside the others
+    "auto"                 nothing       graph         "reverse" or "overlap", whichever is faster
 
-Gomez et al. 2017 (RevNet) for reversal, Chen et al. 2016 for checkpoints. Without grad mode every
-chain runs as plain modules do, and keeps nothing.
+Gomez et al. 2017 (RevNet) for reversal, Chen et al. 2016 for checkpoints; for the overlap see
+overlap.py. Without grad mode every chain runs as plain modules do, and keeps nothing.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
+from redivider.auto import Auto
+from redivider.compiled import CompiledArithmetic, compile_units
 from redivider.coupling import Coupling
 from redivider.errors import naming
 from redivider.mailbox import Mailbox
 from redivider.node import keep_input
+from redivider.overlap import Overlap
 from redivider.row import Keep, Row, widen_streams
 
 KEEPS: dict[str, tuple[Keep, Keep]] = {
     "store": ("graph", "graph"),
     "checkpoint": ("input", "input"),
     "reverse": ("nothing", "graph"),
+    "overlap": ("nothing", "graph"),
+    "checkpoint-overlap": ("input", "input"),
+    "auto": ("nothing", "graph"),
 }
+AHEAD = ("overlap", "checkpoint-overlap")
 
 
 class Chain(nn.Module):
@@ -47,7 +59,10 @@ class Chain(nn.Module):
     Args:
         units: The modules, in order; or a dict of them, whose keys name them in `state_dict`.
         backward: "store" keeps all activations (plain backprop), "checkpoint" the input of every
-            unit, "reverse" nothing of a coupling and all of a junction.
+            unit, "reverse" nothing of a coupling and all of a junction. "overlap" is "reverse", and
+            "checkpoint-overlap" is "checkpoint", with the recomputation of a unit beside the
+            backward of the next one on a GPU. "auto" tries "reverse" and "overlap" there, and
+            keeps the faster one.
         arithmetic: "float", or "fixed" for reversal to the last bit: `Fixed(bits=20)`.
         check_every: Compare the rebuilt input with the original at every so many training steps
             of a reversing chain, and warn if it has drifted; 0 for never.
@@ -66,20 +81,6 @@ class Chain(nn.Module):
         super().__init__()
         if not isinstance(units, Iterable):
             raise TypeError(f"a chain takes a list of units, got one {type(units).__name__}")
-        named = units if isinstance(units, Mapping) else dict(enumerate(units))
-        for index, (name, unit) in enumerate(named.items()):
-            if not isinstance(unit, nn.Module):
-                raise TypeError(
-                    f"unit {index} must be a torch.nn.Module, got {type(unit).__name__}"
-                )
-            if isinstance(getattr(unit, "_orig_mod", None), Coupling):
-                raise TypeError(
-                    f"unit {index} is a compiled coupling, which a chain cannot look into; compile "
-                    "its function instead: coupling.f.compile()"
-                )
-            self.add_module(str(name), unit)
-        if not self._modules:
-            raise ValueError("a chain needs at least one unit")
         if backward not in KEEPS:
             known = ", ".join(map(repr, KEEPS))
             raise ValueError(f"backward must be one of {known}, got {backward!r}")
@@ -91,6 +92,30 @@ class Chain(nn.Module):
         self.drift_tolerance = drift_tolerance
         self._num_steps = 0
         self._mailbox = Mailbox()
+        self._auto = Auto()
+        has_names = isinstance(units, Mapping | nn.ModuleDict)
+        named = dict(units.items() if has_names else enumerate(units))  # type: ignore[union-attr]
+        for index, (name, unit) in enumerate(named.items()):
+            if not isinstance(unit, nn.Module):
+                raise TypeError(
+                    f"unit {index} must be a torch.nn.Module, got {type(unit).__name__}"
+                )
+            if isinstance(getattr(unit, "_orig_mod", None), Coupling):
+                raise TypeError(
+                    f"unit {index} is a compiled coupling, which a chain cannot look into; compile "
+                    "its function instead: coupling.f.compile()"
+                )
+            self._add(str(name), unit)
+        if not self._modules:
+            raise ValueError("a chain needs at least one unit")
+
+    def _add(self, name: str, unit: nn.Module) -> None:
+        if name in self._modules:
+            raise ValueError(f"two units are called {name!r}")
+        try:
+            self.add_module(name, unit)
+        except KeyError as error:
+            raise ValueError(f"a unit cannot be called {name!r}: {error.args[0]}") from None
 
     def forward(self, x: Any, /, **side: Any) -> Any:
         """Run all units on x."""
@@ -102,6 +127,15 @@ class Chain(nn.Module):
                     x = unit(x, **taken(unit, side))
             return x
         return _run_eagerly(self, x, side)
+
+    def compile(self, **options: Any) -> None:
+        """Compile what the units compute: every coupling's f, in forward and recovery, and others.
+
+        Units that differ in the values of their weights alone share their graphs. The chain itself
+        stays as it is. `options` are those of `torch.compile`.
+        """
+        compile_units(self, **options)
+        self.arithmetic = CompiledArithmetic(self.arithmetic, **options)
 
     def verify_keywords(self, side: dict[str, Any]) -> None:
         """Refuse keywords that no unit takes."""
@@ -155,6 +189,10 @@ class Chain(nn.Module):
         name = type(self.arithmetic).__name__.lower()
         return f"backward={self.backward!r}, arithmetic={name!r}"
 
+    def settle(self, took: dict[str, float]) -> None:
+        """Let "auto" know how long a step of each way took, in milliseconds."""
+        self._auto.settle(took)
+
     def _keeps(self) -> tuple[Keep, Keep]:
         return KEEPS[self.backward if torch.is_grad_enabled() else "store"]
 
@@ -174,9 +212,16 @@ class Chain(nn.Module):
 # Nodes, generators and rows are not for a compiler to trace: compile f instead.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
+    for observe in _observers:
+        observe(chain)
     chain._mailbox.poll()
     keep, junctions_keep = chain._keeps()
     exact, drift_tolerance = chain.arithmetic.exact, chain._count_step()
+    way, trial = chain.backward, None
+    if way == "auto" and torch.is_grad_enabled():
+        trial = chain._auto.trial(x, chain.training)
+        way = trial.pick()
+    ahead = _make_overlap(way, x)
     for in_row, units in chain.segments():
         row: tuple[Row, ...] = ()  # what a coupling gets beside its streams: its row, or nothing
         if in_row:
@@ -184,7 +229,7 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
             with naming(names[0]):
                 x = widen_streams(x)
                 if not chain._is_plain():
-                    row = (Row(names, keep, chain.arithmetic, chain._mailbox),)
+                    row = (Row(names, keep, chain.arithmetic, chain._mailbox, ahead),)
                     x = row[0].enter(x, drift_tolerance=drift_tolerance)
         for name, unit in units:
             own = taken(unit, side)
@@ -192,11 +237,33 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
                 if in_row or junctions_keep == "graph":
                     x = unit(x, *row, **own)
                 else:
-                    x = keep_input(name, unit, (x,), own, exact=exact)
+                    x = keep_input(name, unit, (x,), own, exact=exact, ahead=ahead)
         for each in row:
             with naming(units[0][0]):
                 each.verify_complete()
+    if trial is not None:
+        trial.time_backward(way, x)
     return x
+
+
+_observers: list[Callable[[Chain], None]] = []
+
+
+@contextmanager
+def observing(observe: Callable[[Chain], None]) -> Iterator[None]:
+    """Have a function called with every chain that is about to run."""
+    _observers.append(observe)
+    try:
+        yield
+    finally:
+        _observers.remove(observe)
+
+
+def _make_overlap(way: str, x: Any) -> Overlap | None:
+    if way not in AHEAD or not torch.is_grad_enabled():
+        return None
+    first = next((each for each in tree_leaves(x) if isinstance(each, torch.Tensor)), None)
+    return Overlap(first.device) if first is not None and first.is_cuda else None
 
 
 def name_unit(index: int, unit: nn.Module, key: str = "") -> str:

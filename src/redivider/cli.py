@@ -1,6 +1,7 @@
 """The command line: `redivider models`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,15 +19,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     models.add_argument("pattern", nargs="*", help='such as "rev_*"; all unless given')
     models.set_defaults(run=lambda given: print_models(given.pattern or ["*"]))
     given = parser.parse_args(arguments)
-    status: int = given.run(given)
+    try:
+        status: int = given.run(given)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `redivider models | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status
 
 
 def print_models(patterns: Sequence[str]) -> int:
     """Print a row for each model that matches a pattern."""
     names = [name for pattern in patterns for name in list_models(pattern)]
-    if not names:
-        print(f"no model matches {' or '.join(patterns)}; known are:", file=sys.stderr)
+    unmatched = [pattern for pattern in patterns if not list_models(pattern)]
+    if unmatched:
+        print(f"no model matches {' or '.join(unmatched)}; known are:", file=sys.stderr)
         print("  " + "\n  ".join(list_models()), file=sys.stderr)
         return 1
     print(f"{'':16}{'':>15}{'':>10}   activations of a sample, MiB")

@@ -14,15 +14,21 @@ from redivider.replay.random import CPU, Seeded, mix_seeds
 
 
 def materialise(
-    units: Mapping[str, nn.Module], *, seed: int, device: torch.device | str = "cpu"
+    units: Mapping[str, nn.Module] | nn.Module, *, seed: int, device: torch.device | str = "cpu"
 ) -> None:
     """Give units memory on a device, and their first weights; parameters that are shared stay so.
 
+    A shared parameter is drawn with the first unit that has it, so a subset must hold that one.
+
     Args:
-        units: By name; best built on the meta device, where they take no memory.
+        units: By name, or a chain; best built on the meta device, where they take no memory.
         seed: Of all of them.
         device: Where they are to be.
     """
+    if isinstance(units, nn.Module):
+        units = dict(units.named_children())
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"seed must be a whole number, got {seed!r}")
     ties = _find_ties(units)
     for name, unit in units.items():
         with naming(f"unit {name}"):
@@ -37,7 +43,7 @@ def materialise(
 def _draw(unit: nn.Module) -> None:
     """Let every module draw its own weights; a parent comes after its children, and may correct."""
     for name, module in reversed(list(unit.named_modules())):
-        reset = getattr(module, "reset_parameters", None)
+        reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if callable(reset):
             reset()
         elif any(True for _ in (*module.parameters(False), *module.buffers(False))):

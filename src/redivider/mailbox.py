@@ -27,6 +27,8 @@ class Mailbox:
         if value.device.type == "cpu":
             read(value)
             return
+        if value.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # no host takes part in a replay
         host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         host.copy_(value, non_blocking=True)
         arrived = torch.get_device_module(value.device).Event()
@@ -35,6 +37,12 @@ class Mailbox:
 
     def poll(self) -> None:
         """Read what has arrived; after an error nothing that was posted behind it counts."""
+        if (
+            self._under_way
+            and torch.cuda.is_available()
+            and torch.cuda.is_current_stream_capturing()
+        ):
+            return  # nothing may be asked of the device meanwhile
         while self._under_way and self._under_way[0][1].query():
             host, _, read = self._under_way.pop(0)
             try:

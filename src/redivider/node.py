@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from redivider.errors import ChangedError, UnitError, naming
+from redivider.overlap import Overlap
 from redivider.replay import Call, Record
+from redivider.replay.call import GraphRun
 
 
 class Kept(ABC):
@@ -22,16 +24,36 @@ class Kept(ABC):
 
     name: str
     """The unit's index and name, for errors."""
+    ahead: Overlap | None = None
+    """What prepares units before their turn, if anything does."""
 
     @abstractmethod
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Compute the outputs; return them and the tensors to save for the backward."""
 
     @abstractmethod
-    def backward(
-        self, saved: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
-        """Turn the outputs' gradients into those of the inputs; `needs` says which are wanted."""
+    def prepare(self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool) -> Any:
+        """In the backward: run the unit again, as far as that needs no gradient.
+
+        Args:
+            saved: The saved tensors.
+            needs: Which inputs want a gradient.
+            flows: Whether a gradient will come that flows through the unit's module.
+        """
+
+    @abstractmethod
+    def finish(
+        self, prepared: Any, needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Turn the outputs' gradients into those of the inputs."""
+
+    def flows(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether these gradients of the outputs flow through the unit's module."""
+        return any(grad is not None for grad in grads)
+
+    def precedes(self, other: "Kept") -> bool:
+        """Whether it can be prepared as soon as the other one is."""
+        return self.ahead is not None and self.ahead is other.ahead
 
     def apply(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the unit as a node of the caller's graph."""
@@ -57,20 +79,30 @@ class KeptInput(Kept):
             raise UnitError(f"{kind} must return tensors, got {type(output).__name__}")
         return outputs, tensors
 
-    def backward(
-        self, saved: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
-        if all(grad is None for grad in grads):
-            return [None] * len(needs)
-        return self._call.rerun(saved, needs, self._record).pull_back(grads)
+    def prepare(
+        self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool
+    ) -> GraphRun | None:
+        return self._call.rerun(saved, needs, self._record) if flows else None
+
+    def finish(
+        self, prepared: GraphRun | None, needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        return [None] * len(needs) if prepared is None else prepared.pull_back(grads)
 
 
 def keep_input(
-    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, exact: bool
+    name: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    exact: bool,
+    ahead: Overlap | None = None,
 ) -> Any:
     """Run a module so that it keeps its arguments and no graph; `exact`: by equal kernels twice."""
     call, tensors = Call.split(module, args, kwargs)
     kept = KeptInput(name, call, with_graph=exact)
+    kept.ahead = ahead
     return tree_unflatten(kept.apply(tensors), kept.spec)
 
 
@@ -90,8 +122,51 @@ class _Node(torch.autograd.Function):
                 f"{ctx.kept.name}: create_graph=True needs the graph that this unit did not keep; "
                 'use backward="store" for gradients of gradients'
             )
-        with naming(ctx.kept.name):
-            return (None, *ctx.kept.backward(_saved(ctx), ctx.needs_input_grad[1:], grads))
+        kept, this = ctx.kept, _Job(ctx)
+        if kept.ahead is None:
+            return None, *this.finish(this.prepare(flows=kept.flows(grads)), grads)
+        return None, *kept.ahead.step(this, _job_before(ctx), grads)
+
+
+class _Job:
+    """The backward of a node, in the two parts that can be run apart."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.key = ctx.kept
+        self._ctx = ctx
+        self._needs = ctx.needs_input_grad[1:]
+
+    def prepare(self, *, flows: bool = True) -> Any:
+        with naming(self.key.name):
+            return self.key.prepare(_saved(self._ctx), self._needs, flows=flows)
+
+    def finish(self, prepared: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        with naming(self.key.name):
+            found: list[Tensor | None] = self.key.finish(prepared, self._needs, grads)
+            return found
+
+
+NEARBY = 24  # how many nodes of the graph are looked at: additions and views lie between units
+
+
+def _job_before(ctx: Any) -> _Job | None:
+    """The next unit of the backward that can be prepared, as far as can be seen."""
+    queue = [node for node, _ in ctx.next_functions if node is not None]
+    for _ in range(NEARBY):
+        if not queue:
+            return None
+        node = queue.pop(0)
+        kept = getattr(node, "kept", None)
+        if isinstance(kept, Kept):
+            there = kept.precedes(ctx.kept) and not _is_sharded(_saved(node))
+            return _Job(node) if there else None
+        queue += [after for after, _ in node.next_functions if after is not None]
+    return None
+
+
+def _is_sharded(tensors: Sequence[Tensor]) -> bool:
+    """Whether FSDP has taken the memory of a parameter, to gather it again when its turn comes."""
+    return any(each.numel() and not each.untyped_storage().size() for each in tensors)
 
 
 def _saved(ctx: Any) -> Sequence[Tensor]:

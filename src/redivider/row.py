@@ -16,11 +16,19 @@ import torch
 from torch import Tensor
 
 from redivider.arithmetic import Arithmetic
-from redivider.coupling import Coupling, Streams, recover, verify_residual, verify_streams
+from redivider.coupling import (
+    Coupling,
+    Recovered,
+    Streams,
+    recover,
+    verify_residual,
+    verify_streams,
+)
 from redivider.drift import Drift
 from redivider.errors import UnitError
 from redivider.mailbox import Mailbox
 from redivider.node import Kept, keep_input
+from redivider.overlap import Overlap
 from redivider.replay import Call, Record
 from redivider.replay.autocast import is_autocast_enabled
 
@@ -35,12 +43,19 @@ class Row:
         keep: What a coupling keeps between forward and backward.
         arithmetic: How residuals are added.
         mailbox: Where a device tells of faults and drift.
+        ahead: What prepares couplings before their turn, if anything does.
     """
 
     def __init__(
-        self, names: Sequence[str], keep: Keep, arithmetic: Arithmetic, mailbox: Mailbox
+        self,
+        names: Sequence[str],
+        keep: Keep,
+        arithmetic: Arithmetic,
+        mailbox: Mailbox,
+        ahead: Overlap | None = None,
     ) -> None:
         self.names = names
+        self.ahead = ahead
         self.arithmetic = arithmetic
         self._keep = keep
         self._mailbox = mailbox
@@ -48,6 +63,7 @@ class Row:
         self._handed_on: tuple[tuple[int, int], tuple[int, int]] | None = None
         self._faults: list[Tensor] = []
         self._handed: dict[int, Streams] = {}  # in the backward: an output, by its coupling
+        self._lent: Streams | None = None  # what a coupling that is prepared ahead is made from
         self._drift: Drift | None = None
 
     def enter(self, streams: Streams, *, drift_tolerance: float | None) -> Streams:
@@ -77,7 +93,7 @@ class Row:
             # A view of its own sums f's gradients for `a` before they meet the other stream's, as
             # recovery does: then both are equal to the last bit.
             r = (
-                keep_input(name, coupling.f, (a,), side, exact=exact)
+                keep_input(name, coupling.f, (a,), side, exact=exact, ahead=self.ahead)
                 if self._keep == "input"
                 else coupling.residual(a.view_as(a), side)
             )
@@ -122,7 +138,11 @@ class Row:
                 "not, and only from there can it be rebuilt; include the chain's output in the "
                 'loss, or use backward="checkpoint"'
             )
-        return self._handed.pop(index)
+        return self._handed[index]
+
+    def lend(self, streams: Streams | None) -> None:
+        """Hold the output of a coupling that another CUDA stream reads, until the next one is."""
+        self._lent = streams if self.ahead is not None else None
 
     def wants_input(self, index: int, requires_grad: bool) -> bool:
         """Whether anyone will ask for the recovered input of this coupling."""
@@ -174,10 +194,18 @@ class _KeptNothing(Kept):
 
     def __init__(self, row: Row, index: int, call: Call) -> None:
         self.name = row.names[index]
+        self.ahead = row.ahead
         self._row = row
         self._index = index
         self._call = call
         self._record: Record
+
+    def flows(self, grads: Sequence[Tensor | None]) -> bool:
+        return grads[0] is not None
+
+    def precedes(self, other: Kept) -> bool:
+        follows = isinstance(other, _KeptNothing) and other._row is self._row
+        return follows and other._index == self._index + 1  # type: ignore[attr-defined]
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         _, a, *others = tensors
@@ -186,17 +214,17 @@ class _KeptNothing(Kept):
         c = self._row.advance(verify_residual(r, a))
         return (c, a.detach()), (*others, *self._row.kept(self._index))
 
-    def backward(
-        self, saved: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
-        row, (dc, da) = self._row, grads
-        num_others = len(needs) - 2
+    def prepare(
+        self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool
+    ) -> Recovered | None:
+        row, num_others = self._row, len(needs) - 2
         others, kept = saved[:num_others], saved[num_others:]
         c, a = kept if kept else row.take_back(self._index)
+        row.lend((c, a))
         recovers = row.wants_input(self._index, needs[0] or needs[1])
-        if dc is None:  # nothing flows through f
+        if not flows:
             if not recovers:
-                return [None, da, *[None] * num_others]
+                return None
             if not row.arithmetic.exact:  # which needs the kernels of the forward
                 needs = [False] * len(needs)
         recovered = recover(
@@ -209,7 +237,17 @@ class _KeptNothing(Kept):
         )
         if recovered.b is not None:
             row.hand_back(self._index, (a, recovered.b))
-        da, db, *rest = recovered.pull_back(dc, da)
+        return recovered
+
+    def finish(
+        self, prepared: Recovered | None, needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        dc, da = grads
+        if self._index == 0:
+            self._row.lend(None)
+        if prepared is None or dc is None:
+            return [None, da, *[None] * (len(needs) - 2)]
+        da, db, *rest = prepared.pull_back(dc, da)
         return [db, da, *rest]
 
 

@@ -190,7 +190,8 @@ def _gradients(
 def restored(module: nn.Module) -> Iterator[None]:
     """Put random state and buffers back afterwards; inside, count no steps and watch no drift."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    devices = {each.device for each in module.parameters() if each.device.type != "cpu"}
+    devices = {each.device for each in module.parameters()}
+    devices = {each for each in devices if each.type not in ("cpu", "meta")}
     every = [(each, each.check_every) for each in module.modules() if isinstance(each, Chain)]
     for chain, _ in every:
         chain.check_every = 0
@@ -202,5 +203,6 @@ def restored(module: nn.Module) -> Iterator[None]:
                 chain.check_every = check_every
             with torch.no_grad():
                 for name, buffer in module.named_buffers():
-                    if not torch.equal(buffer, buffers[name]):  # a write would count as a change
-                        buffer.copy_(buffers[name])
+                    if buffer.is_meta or torch.equal(buffer, buffers[name]):
+                        continue  # a write would count as a change
+                    buffer.copy_(buffers[name])

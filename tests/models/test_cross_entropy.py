@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
 from models.families import TEXT
@@ -79,6 +80,29 @@ def test_low_precision_is_as_exact_as_the_plain_one():
             assert ours < 1.5 * theirs + 1e-3
 
 
+def test_a_scaled_loss_in_half_precision_loses_nothing():
+    """As by a GradScaler: the factor comes in the backward, and small numbers must be there."""
+    head, x, targets = setting(tokens=(64, 512), width=16, words=50)
+    true = torch.autograd.grad(plain(head, x, targets), [x, *head.parameters()])
+    head, x = head.float(), x.detach().float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = rd.ChunkedCrossEntropy(head)(x, targets) * 2.0**16
+    got = torch.autograd.grad(loss, [x, *head.parameters()])
+    for one, other in zip(got, true, strict=True):
+        assert (one / 2.0**16 - other).norm() < 5e-3 * other.norm()
+
+
+def test_without_grad_nothing_is_computed_for_it():
+    head, x, targets = setting(tokens=(4, 16))
+    loss = rd.ChunkedCrossEntropy(head, chunk=16)
+    expected = plain(head, x, targets)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        assert torch.allclose(loss(x, targets), expected, rtol=1e-12)
+    assert counter.get_total_flops() == 2 * 64 * 5 * 11, "the product of the forward alone"
+    with torch.inference_mode():
+        assert torch.allclose(loss(x, targets), expected, rtol=1e-12)
+
+
 class Largest(TorchDispatchMode):
     """The most numbers that a tensor with one of some last dimensions has."""
 
@@ -116,9 +140,20 @@ def test_wrong_shapes_and_heads_are_refused():
         ValueError, match=r"targets of shape \(21,\) do not fit tokens of .* \(3, 7\)"
     ):
         loss(x, targets.flatten())
-    with pytest.raises(TypeError, match=r"must be a torch.nn.Linear, got Sequential"):
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Linear .* got Sequential"):
         rd.ChunkedCrossEntropy(nn.Sequential(head))
-    with pytest.raises(ValueError, match="chunk must be 1 or more tokens, got 0"):
+    head.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="the head has hooks"):
+        loss(x, targets)
+    head._forward_hooks.clear()
+
+    class Lora(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    with pytest.raises(TypeError, match=r"that computes what it does, got Lora"):
+        rd.ChunkedCrossEntropy(Lora(5, 11))
+    with pytest.raises(ValueError, match="chunk must be a number of tokens, 1 or more, got 0"):
         rd.ChunkedCrossEntropy(head, chunk=0)
     once = loss(x, targets)
     with pytest.raises(RuntimeError, match="create_graph=True needs the graph of the logits"):

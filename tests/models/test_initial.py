@@ -69,3 +69,50 @@ def test_weights_without_a_way_to_set_them_are_refused():
         unit = nn.Module()
         unit.inner = Bare()
         materialise({"a": unit}, seed=0)
+
+
+def test_units_of_a_chain_and_modules_of_torch():
+    model = rd.create_model("rev_gpt_nano", device="meta", **dict(EACH)["rev_gpt_nano"])
+    materialise(model, seed=3)
+    whole = rd.create_model("rev_gpt_nano", seed=3, **dict(EACH)["rev_gpt_nano"])
+    assert all(torch.equal(v, whole.state_dict()[k]) for k, v in model.state_dict().items())
+    attention = nn.MultiheadAttention(4, 2)
+    materialise({"a": attention}, seed=0)
+    assert attention.in_proj_bias.eq(0).all()
+    with pytest.raises(TypeError, match="seed must be a whole number, got None"):
+        rd.create_model("revnet18", seed=None)
+
+
+def test_a_parent_may_correct_what_its_children_drew():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = nn.Linear(2, 2)
+
+        def reset_parameters(self):
+            nn.init.constant_(self.child.weight, 7)
+
+    parent = Parent()
+    materialise({"a": parent}, seed=0)
+    assert parent.child.weight.eq(7).all() and not parent.child.bias.eq(7).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "std"),
+    [
+        ("vit_small", "head.classes.weight", 0.02),
+        ("vit_small", "layer1_mlp.f.body.grow.weight", (2 / (384 + 1536)) ** 0.5),
+        ("vit_small", "stem.patches.conv.weight", (2 / (768 + 384)) ** 0.5),
+        ("rev_vit_small", "stem.positions.weight", 0.02),
+        ("rev_gpt_small", "stem.tokens.weight", 0.02),
+        ("rev_gpt_small", "layer0_attention.f.body.qkv.weight", 0.02),
+        ("rev_gpt_small", "layer0_attention.f.body.out.weight", 0.02 / 4**0.5),
+        ("gpt_small", "layer1_mlp.f.body.shrink.weight", 0.02 / 4**0.5),
+        ("gpt_small", "head.weight", 0.02),
+        ("rev_vit_small", "layer1_mlp.f.body.grow.bias", 0.0),
+        ("rev_vit_small", "stem.patches.conv.bias", 0.0),
+    ],
+)
+def test_how_large_first_weights_are(name, pattern, std):
+    model = rd.create_model(name, depth=2, **({"vocabulary": 999} if "gpt" in name else {}))
+    assert model.get_parameter(pattern).std().item() == pytest.approx(std, rel=0.05)

@@ -1,6 +1,7 @@
 """All models by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -66,18 +67,19 @@ def create_model(
     """
     family, resolved = resolve(name, **options)
     device = torch.get_default_device() if device is None else torch.device(device)
-    with torch.device("meta"):
+    with torch.device("meta"), _drawn_in_float32() as default_dtype:
         units = family.units(resolved)
+        chain = Chain(units, backward=backward, arithmetic=arithmetic)
     if device.type != "meta":
         materialise(units, seed=seed, device=device)
-    return Chain(units, backward=backward, arithmetic=arithmetic).to(dtype=dtype)
+    return chain.to(dtype=dtype or default_dtype)
 
 
 def resolve(name: str, **options: Any) -> tuple[Family, Any]:
     """The family of a name, and its options: those of the size, changed by the caller's."""
     names = _names()
     if name not in names:
-        close = get_close_matches(name, names, 1)
+        close = get_close_matches(str(name), names, 1) or [n for n in names if str(name) in n]
         hint = f"did you mean {close[0]!r}?" if close else "rd.list_models() lists all"
         raise OptionError(f"there is no model {name!r}; {hint}")
     family, size = names[name]
@@ -88,6 +90,17 @@ def resolve(name: str, **options: Any) -> tuple[Family, Any]:
             hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
             raise OptionError(f"{name} has no option {option!r}; {hint}")
     return family, family.options(**{**family.sizes[size], **options})
+
+
+@contextmanager
+def _drawn_in_float32() -> Iterator[torch.dtype]:
+    """Build in float32, whatever the default is: other dtypes draw other numbers."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield default
+    finally:
+        torch.set_default_dtype(default)
 
 
 def _names() -> dict[str, tuple[Family, str]]:

@@ -31,17 +31,25 @@ class ChunkedCrossEntropy(nn.Module):
 
     def __init__(self, head: nn.Linear, *, chunk: int = 1024, ignore_index: int = -100) -> None:
         super().__init__()
-        if not isinstance(head, nn.Linear):
-            raise TypeError(f"head must be a torch.nn.Linear, got {type(head).__name__}")
-        if chunk < 1:
-            raise ValueError(f"chunk must be 1 or more tokens, got {chunk}")
+        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+            raise TypeError(
+                f"head must be a torch.nn.Linear that computes what it does, got "
+                f"{type(head).__name__}; use F.cross_entropy for others"
+            )
+        if not isinstance(chunk, int) or chunk < 1:
+            raise ValueError(f"chunk must be a number of tokens, 1 or more, got {chunk}")
         self.head = head
         self.chunk = chunk
         self.ignore_index = ignore_index
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """The loss of (..., width) against (...) words."""
-        if x.shape[:-1] != targets.shape:
+        if self.head._forward_hooks or self.head._forward_pre_hooks:
+            raise RuntimeError(
+                "the head has hooks (weight_norm and spectral_norm of torch.nn.utils are such), "
+                "which would not be called; use F.cross_entropy, or torch.nn.utils.parametrizations"
+            )
+        if x.dim() < 2 or x.shape[:-1] != targets.shape:
             raise ValueError(
                 f"targets of shape {tuple(targets.shape)} do not fit tokens of shape "
                 f"{tuple(x.shape[:-1])}, the model's output without its last dimension"
@@ -53,6 +61,7 @@ class ChunkedCrossEntropy(nn.Module):
             targets.flatten(),
             self.chunk,
             self.ignore_index,
+            torch.is_grad_enabled(),  # which it is not inside
         )
         return loss
 
@@ -61,6 +70,12 @@ class ChunkedCrossEntropy(nn.Module):
 
 
 class _Chunked(torch.autograd.Function):
+    """Keeps the gradients of the sum of all losses, not yet divided by their number.
+
+    Those of the mean are so much smaller that float16 would lose them before a GradScaler's factor
+    comes, in the backward.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -70,27 +85,26 @@ class _Chunked(torch.autograd.Function):
         targets: Tensor,
         chunk: int,
         ignore_index: int,
+        with_grad: bool,
     ) -> Tensor:
-        needs = ctx.needs_input_grad[:3]
-        count = (targets != ignore_index).sum()
+        needs = [need and with_grad for need in ctx.needs_input_grad[:3]]
         head = [
             each if each is None else each.detach().requires_grad_(need)
             for each, need in zip((weight, bias), needs[1:], strict=True)
         ]
-        # Sums of many chunks are made in float32 at least; a single product would be, too.
         sums = [
-            torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
+            torch.zeros_like(each, dtype=_wide(each.dtype))
             if each is not None and each.requires_grad
             else None
             for each in head
         ]
-        parts, total = [], x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        parts, total = [], x.new_zeros((), dtype=_wide(x.dtype))
         chunks = zip(torch.split(x.detach(), chunk), torch.split(targets, chunk), strict=True)
         for rows, wanted in chunks:
             leaf = rows.requires_grad_(needs[0])
             leaves = [each for each in (leaf, *head) if each is not None and each.requires_grad]
             with torch.set_grad_enabled(bool(leaves)):
-                loss = _share(leaf, head, wanted, count, ignore_index)
+                loss = _sum_losses(leaf, head, wanted, ignore_index)
             total += loss.detach()
             found = iter(torch.autograd.grad(loss, leaves)) if leaves else iter(())
             if needs[0]:
@@ -98,10 +112,10 @@ class _Chunked(torch.autograd.Function):
             for each in sums:
                 if each is not None:
                     each += next(found)
-        gradients = [torch.cat(parts) if parts else None]
-        gradients += [s if s is None else s.to(h) for s, h in zip(sums, head, strict=True)]
-        ctx.save_for_backward(*gradients)
-        return total
+        count = (targets != ignore_index).sum()
+        ctx.dtypes = [each if each is None else each.dtype for each in (x, weight, bias)]
+        ctx.save_for_backward(torch.cat(parts) if parts else None, *sums, count)
+        return total / count
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> Any:
@@ -110,16 +124,24 @@ class _Chunked(torch.autograd.Function):
                 "create_graph=True needs the graph of the logits, which was not kept; use "
                 "F.cross_entropy for gradients of gradients"
             )
-        return *(each if each is None else each * dloss for each in ctx.saved_tensors), *[None] * 3
+        *gradients, count = ctx.saved_tensors
+        scale = dloss / count.clamp(min=1)
+        scaled = [
+            None if each is None else (each * scale).to(dtype)
+            for each, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return *scaled, *[None] * 4
 
 
-def _share(
-    x: Tensor, head: list[Tensor | None], targets: Tensor, count: Tensor, ignore_index: int
-) -> Tensor:
-    """What a chunk adds to the mean."""
+def _sum_losses(x: Tensor, head: list[Tensor | None], targets: Tensor, ignore_index: int) -> Tensor:
     weight, bias = head
     assert weight is not None
     logits = F.linear(x, weight, bias)
     if logits.dtype.itemsize < 4:
         logits = logits.float()
-    return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum") / count
+    return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """A sum of many chunks is made in float32 at least, as a single product is."""
+    return torch.promote_types(dtype, torch.float32)

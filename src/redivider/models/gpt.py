@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from redivider.coupling import Coupling
 from redivider.junction import Duplicate, Fuse
-from redivider.models.options import Layers, verify_positive
+from redivider.models.options import Layers, verify_flag, verify_positive
 from redivider.models.parts import (
     Attention,
     Linear,
@@ -49,6 +49,7 @@ class Options(Layers):
     def __post_init__(self) -> None:
         super().__post_init__()
         verify_positive(self, "vocabulary", "context")
+        verify_flag(self, "tied")
 
     def example(self, batch: int = 8) -> Tensor:
         """A batch of random tokens."""

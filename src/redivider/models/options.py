@@ -1,6 +1,7 @@
 """What a model is made for, and how errors say that it cannot be made so."""
 
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
@@ -52,8 +53,9 @@ class Layers:
                 f"make it a multiple of {self.heads}, or change heads"
             )
         for name in ("dropout", "attention_dropout", "drop_path"):
-            if not 0 <= getattr(self, name) < 1:
-                raise OptionError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value < 1:
+                raise OptionError(f"{name} must be a number in [0, 1), got {value!r}")
 
     @property
     def middle(self) -> int:
@@ -69,5 +71,20 @@ def verify_positive(options: object, *names: str) -> None:
     """Refuse sizes below 1."""
     for name in names:
         value = getattr(options, name)
-        if not isinstance(value, int) or value < 1:
+        if not is_count(value):
             raise OptionError(f"{name} must be a whole number, 1 or more, got {value!r}")
+
+
+def verify_flag(options: object, *names: str) -> None:
+    """Refuse what is neither True nor False."""
+    for name in names:
+        if not isinstance(getattr(options, name), bool):
+            raise OptionError(f"{name} must be True or False, got {getattr(options, name)!r}")
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number, 1 or more, of any integer type."""
+    try:
+        return not isinstance(value, bool) and index(value) >= 1  # type: ignore[arg-type]
+    except TypeError:
+        return False

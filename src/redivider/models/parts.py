@@ -61,6 +61,8 @@ class Positions(nn.Module):
         nn.init.trunc_normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 3:
+            raise ValueError(f"it takes (batch, tokens), got {x.dim() - 1} dimensions for these")
         if x.shape[1] > len(self.weight):
             raise ValueError(f"{x.shape[1]} tokens are more than the {len(self.weight)} it has")
         return x + self.weight[: x.shape[1]]
@@ -109,19 +111,26 @@ class DropPath(nn.Module):
     Huang et al. 2016 (stochastic depth).
     """
 
+    keep: Tensor
+
     def __init__(self, probability: float) -> None:
         super().__init__()
-        self.probability = probability
+        self._probability = probability
+        self._drops = probability > 0
+        # A number would make a compiled graph of every layer's; as a buffer all layers share one.
+        self.register_buffer("keep", torch.empty(()), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the probability of keeping a residual."""
+        self.keep.fill_(1 - self._probability)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or not self.probability:
+        if not self.training or not self._drops:
             return x
-        keep = 1 - self.probability
-        mask = x.new_empty(len(x), *(1,) * (x.dim() - 1)).bernoulli_(keep)
-        return x * (mask / keep)
-
-    def extra_repr(self) -> str:
-        return f"{self.probability}"
+        keep = self.keep.float()
+        drawn = torch.rand(len(x), *(1,) * (x.dim() - 1), device=x.device)
+        return x * ((drawn < keep) / keep).to(x.dtype)
 
 
 class Pool(nn.Module):

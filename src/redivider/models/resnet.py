@@ -11,7 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from redivider.models.options import Images, OptionError, verify_positive
+from redivider.models.options import (
+    Images,
+    OptionError,
+    is_count,
+    verify_flag,
+    verify_positive,
+)
 from redivider.models.parts import Units, conv_norm, named
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -34,8 +40,12 @@ class Options(Images):
     def __post_init__(self) -> None:
         super().__post_init__()
         verify_positive(self, "width")
-        if not self.depths or any(depth < 1 for depth in self.depths):
-            raise OptionError(f"depths must be 1 or more for each group, got {self.depths}")
+        verify_flag(self, "bottleneck")
+        is_list = isinstance(self.depths, tuple | list) and len(self.depths) > 0
+        if not is_list or not all(map(is_count, self.depths)):
+            raise OptionError(
+                f"depths must be a tuple, 1 or more blocks for each group, got {self.depths!r}"
+            )
 
     @property
     def is_small(self) -> bool:

@@ -88,11 +88,12 @@ class Patches(nn.Module):
         nn.init.zeros_(self.conv.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-2:] != (self.image_size, self.image_size):
-            size = self.image_size
-            raise ValueError(f"made for images of {size} x {size}, got {tuple(x.shape)}")
+        size = self.image_size
+        if x.dim() != 4 or x.shape[-2:] != (size, size):
+            raise ValueError(f"made for batches of images of {size} x {size}, got {tuple(x.shape)}")
         y: Tensor = self.conv(x)
-        return y.flatten(2).transpose(1, 2)
+        # Streams keep the layout they begin with, and every layer would read them across.
+        return y.flatten(2).transpose(1, 2).contiguous()
 
 
 class ClassToken(nn.Module):

@@ -6,7 +6,7 @@ leaves their hooks would fire inside, and once more when the gradient arrives wh
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import RLock
 from typing import Any
 from weakref import WeakSet
@@ -65,7 +65,10 @@ class Call:
         """
         if with_graph or self.module not in _verified:
             needs = [each.requires_grad for each in tensors]
-            with saved_tensors_hooks(_forget, _forget):  # nothing will be asked of this graph
+            # A run that only verifies is not worth a compiled graph of its own.
+            stance = nullcontext() if with_graph else torch.compiler.set_stance("force_eager")
+            # Nothing will be asked of this graph.
+            with stance, saved_tensors_hooks(_forget, _forget):
                 run, record = self.only_run(tensors, needs, record=record)
             return tree_map_only(Tensor, Tensor.detach, run.output), record
         record = self._new(record, tensors)

@@ -1,0 +1,260 @@
+"""What runs beside what, on lanes that only keep a record; the same engine on the CPU."""
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from networks import MLP, Attention, ConvNorm
+from oracle import gradients, run_plainly, weigh, worst_error
+from torch import nn
+
+import redivider as rd
+from redivider import chain as chain_module
+from redivider.overlap import MAIN, SIDE, Lanes, Overlap
+
+
+class Recorded(Lanes):
+    """Writes down who was given what, and what each of it comes after."""
+
+    def __init__(self):
+        self.lane = MAIN
+        self.known = [frozenset(), frozenset()]  # what a lane has behind it
+        self.after = {}  # by name: what it comes after
+        self.where = {}
+
+    @contextmanager
+    def on(self, lane):
+        before, self.lane = self.lane, lane
+        yield
+        self.lane = before
+
+    def mark(self, lane):
+        return self.known[lane]
+
+    def wait(self, lane, event):
+        self.known[lane] |= event
+
+    def note(self, name):
+        self.after[name] = self.known[self.lane]
+        self.known[self.lane] |= {name}
+        self.where[name] = self.lane
+
+
+class Job:
+    def __init__(self, number, lanes):
+        self.key, self.lanes = number, lanes
+
+    def prepare(self):
+        self.lanes.note(f"R{self.key}")
+        return f"prepared {self.key}"
+
+    def finish(self, prepared, grads):
+        assert prepared == f"prepared {self.key}"
+        self.lanes.note(f"B{self.key}")
+        return [grad + 1 for grad in grads]
+
+
+@pytest.fixture
+def no_callbacks(monkeypatch):
+    """Outside of a backward there is nothing to wait for the end of."""
+    engine = type("Engine", (), {"queue_callback": staticmethod(lambda call: None)})
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
+
+
+def run(depth, lanes, cls=Overlap):
+    overlap = cls(torch.device("cpu"))
+    overlap._make_lanes = lambda: lanes
+    grads = [torch.zeros(())]
+    for number in reversed(range(depth)):
+        before = Job(number - 1, lanes) if number else None
+        grads = overlap.step(Job(number, lanes), before, grads)
+    return overlap, grads
+
+
+@pytest.mark.parametrize("depth", range(1, 10))
+@pytest.mark.usefixtures("no_callbacks")
+def test_what_needs_each_other_is_in_order_and_the_rest_is_not(depth):
+    lanes = Recorded()
+    overlap, grads = run(depth, lanes)
+    assert grads[0] == depth
+    after, last = lanes.after, depth - 1
+    assert sorted(after) == sorted(f"{kind}{i}" for i in range(depth) for kind in "RB")
+    for i in range(depth):
+        assert f"R{i}" in after[f"B{i}"]
+        assert lanes.where[f"R{i}"] == lanes.where[f"B{i}"] == (last - i) % 2
+        if i < last:
+            assert f"R{i + 1}" in after[f"R{i}"]
+            assert f"B{i + 1}" in after[f"B{i}"]
+            assert f"R{i}" not in after[f"B{i + 1}"], "the second run delays the gradient"
+            assert f"B{i + 1}" not in after[f"R{i}"], "the gradient delays the second run"
+    assert lanes.known[MAIN] >= set(after), "the caller's stream has waited for all"
+    assert not overlap._ready and not overlap._held
+
+
+@pytest.mark.usefixtures("no_callbacks")
+def test_results_of_the_side_lane_live_until_it_has_waited_for_their_readers():
+    lanes = Recorded()
+    overlap = Overlap(torch.device("cpu"))
+    overlap._make_lanes = lambda: lanes
+    held = []
+    wait = lanes.wait
+
+    def watching(lane, event):
+        held.append((lane, bool(overlap._held), "read" in event))
+        wait(lane, event)
+
+    lanes.wait = watching
+    grads = [torch.zeros(())]
+    for number in (3, 2, 1, 0):
+        grads = overlap.step(Job(number, lanes), Job(number - 1, lanes) if number else None, grads)
+        if number == 2:  # of the side lane: autograd reads them on the main lane, and lets go
+            assert lanes.where["B2"] == SIDE and overlap._held
+            lanes.note("read")
+        if number == 1:
+            assert overlap._held, "the side lane is at R0 now, and must not take their memory"
+    assert (SIDE, True, True) in held, "the reader came before what the side lane waited for"
+
+
+class OnTheCpu(Overlap):
+    """The engine with lanes that record."""
+
+    lanes: Recorded
+
+    def _make_lanes(self):
+        type(self).lanes = Recorded()
+        return type(self).lanes
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """Chains on the CPU that prepare units ahead, which they otherwise do on a GPU alone."""
+    made = []
+
+    def make(way, x):
+        wanted = way in chain_module.AHEAD and torch.is_grad_enabled()
+        made.append(OnTheCpu(torch.device("cpu")) if wanted else None)
+        return made[-1]
+
+    monkeypatch.setattr(chain_module, "_make_overlap", make)
+    return made
+
+
+def token_chain(depth, backward, dropout=0.2):
+    makers = (lambda: Attention(8, 2, dropout), lambda: MLP(8, dropout))
+    couplings = [rd.Coupling(makers[i % 2]()) for i in range(depth)]
+    units = [nn.Linear(6, 8), rd.Duplicate(), *couplings, rd.Fuse(), nn.Linear(16, 3)]
+    return rd.Chain(units, backward=backward).double()
+
+
+@pytest.mark.parametrize("backward", ["overlap", "checkpoint-overlap"])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 9])
+def test_gradients_are_those_of_plain_autograd(ahead, depth, backward):
+    chain = token_chain(depth, backward)
+    plain = copy.deepcopy(chain)
+    x = torch.randn(4, 5, 6).double().requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    for _ in range(2):  # gradients add up
+        torch.manual_seed(1)
+        weigh(chain(x)).backward()
+        torch.manual_seed(1)
+        weigh(run_plainly(plain, y)).backward()
+        assert worst_error(gradients(chain, x), gradients(plain, y)) <= 1e-12
+        assert torch.equal(torch.get_rng_state(), torch.get_rng_state())
+    assert not ahead[-1]._ready and not ahead[-1]._held
+    assert ahead[-1].lanes.known[MAIN] is not None
+
+
+@pytest.mark.parametrize("backward", ["overlap", "checkpoint-overlap"])
+def test_every_unit_but_the_last_is_prepared_ahead(ahead, backward, monkeypatch):
+    counts = {"alone": 0, "ahead": 0}
+    for name, method in (("alone", "_begin"), ("ahead", "_prepare")):
+        original = getattr(Overlap, method)
+
+        def counting(self, *args, _name=name, _original=original):
+            counts[_name] += 1
+            return _original(self, *args)
+
+        monkeypatch.setattr(Overlap, method, counting)
+    weigh(token_chain(6, backward)(torch.randn(4, 5, 6).double())).backward()
+    if backward == "overlap":  # one row of couplings
+        assert counts == {"alone": 1, "ahead": 5}
+    else:  # all units that have something to compute: stem, six couplings, fusion, head
+        assert counts == {"alone": 1, "ahead": 9}
+
+
+def test_rows_between_junctions_batch_norm_and_frozen_parts(ahead):
+    rows = [[rd.Coupling(ConvNorm(4)) for _ in range(n)] for n in (3, 1, 2)]
+
+    class Junction(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, streams):
+            return self.conv(streams[0]), streams[1] * 2
+
+    units = [rd.Split(dim=1), *rows[0], Junction(), *rows[1], Junction(), *rows[2], rd.Fuse(dim=1)]
+    chain = rd.Chain(units, backward="overlap").double()
+    for each in rows[0][1].parameters():
+        each.requires_grad_(False)
+    plain = copy.deepcopy(chain)
+    x = torch.randn(3, 8, 6, 6).double()
+    weigh(chain(x)).backward()
+    weigh(run_plainly(plain, x)).backward()
+    assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
+    for got, true in zip(chain.buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(got, true, rtol=1e-12)
+
+
+def test_a_second_backward_and_some_gradients_only(ahead):
+    chain = token_chain(5, "overlap", dropout=0.0)
+    plain = copy.deepcopy(chain)
+    x = torch.randn(4, 5, 6).double()
+    loss, true = weigh(chain(x)), weigh(run_plainly(plain, x))
+    late = [5, 6]
+    wanted = [list(each[i].parameters()) for each in (chain, plain) for i in late]
+    got = torch.autograd.grad(loss, wanted[0] + wanted[1], retain_graph=True)
+    expected = torch.autograd.grad(true, wanted[2] + wanted[3], retain_graph=True)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12)
+    assert not ahead[-1]._ready, "what was prepared for units that were not asked is let go"
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        true.backward(retain_graph=True)
+    assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
+
+
+def test_too_little_memory_to_prepare_ahead_is_no_error(ahead, monkeypatch):
+    chain = token_chain(5, "overlap", dropout=0.0)
+    plain = copy.deepcopy(chain)
+    x = torch.randn(4, 5, 6).double()
+    loss = weigh(chain(x))
+    runs = []
+    forward = type(chain[4].f).forward
+
+    def failing(self, *args, **kwargs):
+        runs.append(self)
+        if len(runs) == 3:
+            raise torch.OutOfMemoryError("no room")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(chain[4].f), "forward", failing)
+    loss.backward()
+    assert len(runs) > 3
+    monkeypatch.undo()
+    weigh(run_plainly(plain, x)).backward()
+    assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
+
+
+def test_on_the_cpu_it_is_reverse():
+    made = []
+    chains = [token_chain(3, backward) for backward in ("overlap", "reverse")]
+    chains[1].load_state_dict(chains[0].state_dict())
+    x = torch.randn(4, 5, 6).double()
+    for chain in chains:
+        assert chain_module._make_overlap(chain.backward, x) is None
+        torch.manual_seed(2)
+        weigh(chain(x)).backward()
+        made.append(gradients(chain))
+    assert all(torch.equal(made[0][key], made[1][key]) for key in made[0])
