@@ -24,7 +24,12 @@ def test_the_code_of_the_readme_runs():
     assert names["tick"].loss.isfinite()
 
 
-@pytest.mark.parametrize("document", ["docs/models.md"])
-def test_the_code_of_other_documents_runs(document):
-    names = run(document)
+def test_the_code_about_models_runs():
+    names = run("docs/models.md")
     assert all(each.grad is not None for each in names["model"].parameters())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own
+def test_the_code_about_speed_runs():
+    names = run("docs/speed.md")
+    assert names["model"].backward == "auto" and callable(names["train"])

@@ -197,7 +197,8 @@ def measure(setting: str, how: str, methods: list[str], rounds: int) -> list[dic
     for row in rows:
         del row["network"]
         row["ms"] = median(times[row["method"]])
-        row["quartiles"] = sorted(times[row["method"]])[rounds // 4 :: max(1, rounds // 2)][:2]
+        ordered = sorted(times[row["method"]])
+        row["quartiles"] = [ordered[rounds // 4], ordered[3 * rounds // 4]]
     return rows
 
 

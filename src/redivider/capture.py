@@ -102,6 +102,8 @@ class Captured:
                 self._run(waits="error" if last else "default")
             if number == 0:
                 state.prepare_optimizers()
+        torch.cuda.synchronize()
+        state.read_mail()  # faults of the warm-up; and nothing is under way while capturing
 
     def _run(self, *, waits: str) -> Any:
         with warnings.catch_warnings():
@@ -206,6 +208,11 @@ class _State:
         """Tell the chains which way was faster."""
         for chain in self.chains:
             chain.settle(took)
+
+    def read_mail(self) -> None:
+        """Hear what the chains have to say."""
+        for chain in self.chains:
+            chain.poll()
 
     def put_back(self) -> None:
         """Undo what the warm-up has done."""

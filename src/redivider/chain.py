@@ -189,6 +189,10 @@ class Chain(nn.Module):
         name = type(self.arithmetic).__name__.lower()
         return f"backward={self.backward!r}, arithmetic={name!r}"
 
+    def poll(self) -> None:
+        """Raise or warn of what the device has told so far: faults and drift of earlier steps."""
+        self._mailbox.poll()
+
     def settle(self, took: dict[str, float]) -> None:
         """Let "auto" know how long a step of each way took, in milliseconds."""
         self._auto.settle(took)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from networks import MLP, Attention
 from oracle import run_plainly, weigh, worst_error
+from test_overlap import OnTheCpu
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import redivider as rd
 from distributed.launch import launch
+from redivider import chain as chain_module
 
 BATCH = 4  # samples of each process
 
@@ -41,9 +43,16 @@ def expected(number: int) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in chain.named_parameters()}
 
 
+def prepare_ahead() -> None:
+    """Let chains of this process use the engine of "overlap" on the CPU."""
+    cpu = torch.device("cpu")
+    chain_module._make_overlap = lambda way, x: OnTheCpu(cpu) if way == "overlap" else None
+
+
 def ddp_variants(rank: int) -> dict[str, float]:
     errors = {}
-    for backward in ("reverse", "checkpoint"):
+    prepare_ahead()
+    for backward in ("reverse", "checkpoint", "overlap"):
         for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
             model = DistributedDataParallel(build(backward), **options)
             for _ in range(2):  # a static graph is learned in the first step and used in the second
@@ -89,13 +98,14 @@ def spare_parameter(rank: int, backward: str) -> float:
 
 def sharded_couplings(rank: int) -> dict[str, float]:
     errors = {}
-    for backward in ("reverse", "checkpoint"):
+    prepare_ahead()
+    for backward in ("reverse", "checkpoint", "overlap"):
         for reshard in (True, False):
             chain = build(backward)
             for unit in chain:
                 if isinstance(unit, rd.Coupling):
                     fully_shard(unit, reshard_after_forward=reshard)
-            if backward == "reverse":
+            if backward != "checkpoint":
                 fully_shard(chain)
             for _ in range(2):
                 chain.zero_grad()
@@ -129,13 +139,13 @@ def sharded_f(rank: int) -> dict[str, str]:
 
 def test_ddp_gives_the_gradient_of_the_joined_batch(tmp_path):
     for errors in launch(ddp_variants, tmp_path):
-        assert len(errors) == 10
+        assert len(errors) == 15
         assert max(errors.values()) <= 1e-12, errors
 
 
 def test_fully_shard_of_couplings_gives_the_gradient_of_the_joined_batch(tmp_path):
     for errors in launch(sharded_couplings, tmp_path):
-        assert len(errors) == 4
+        assert len(errors) == 6
         assert max(errors.values()) <= 1e-12, errors
 
 

@@ -1,6 +1,7 @@
 """Overlap, capture, compile and auto on a GPU: the same gradients, no race, no waiting."""
 
 import copy
+import gc
 import logging
 import random
 
@@ -338,8 +339,13 @@ def test_after_a_capture_that_failed_all_goes_on():
             torch.cuda.synchronize()
         return loss
 
-    with pytest.raises(rd.CaptureError, match=r"failed while it was captured.*synchronize"):
+    said = ""
+    try:  # with pytest.raises the graph of that step would live on, with its CUDA stream
         rd.capture(unlucky, batch)
+    except rd.CaptureError as error:
+        said = str(error)
+    assert "failed while it was captured" in said and "synchronize" in said
+    gc.collect()
     assert F.dropout(x, 0.5).isfinite().all()
     assert step(*batch).isfinite()
     assert rd.capture(step, batch)(*batch).isfinite()

@@ -1,0 +1,138 @@
+"""`backward="auto"` and what a capture can say without a GPU."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from networks import vector_chain
+from oracle import gradients, weigh, worst_error
+
+import redivider as rd
+from redivider import auto
+from redivider.auto import ROUNDS, Auto, Trial, forced, forcing
+
+
+class Clock:
+    """Stands for a CUDA event: its time is given, and it may not have arrived yet."""
+
+    now = 0.0
+    arrived = True
+
+    def record(self):
+        self.time = Clock.now
+
+    def query(self):
+        return Clock.arrived
+
+    def elapsed_time(self, later):
+        return later.time - self.time
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device that takes a given time for a backward."""
+    monkeypatch.setattr(auto, "timer", Clock)
+    retries = [0]
+    monkeypatch.setattr(auto, "_num_retries", lambda: retries[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return retries
+
+
+def steps(trial, took, number, retries=None):
+    ways = []
+    for _ in range(number):
+        ways.append(trial.pick())
+        x = torch.ones(3, requires_grad=True)
+        y = x * 2
+
+        class Slow(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad, way=ways[-1]):
+                Clock.now += took[way]
+                if retries is not None and way == "overlap":
+                    retries[0] += 1
+                return grad
+
+        y = Slow.apply(y)
+        trial.time_backward(ways[-1], y)
+        y.sum().backward()
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("overlap", "choice"), [(0.9, "overlap"), (1.1, "reverse"), (1, "reverse")]
+)
+def test_both_ways_take_turns_and_the_faster_one_stays(device, caplog, overlap, choice):
+    caplog.set_level(logging.INFO, "redivider")
+    trial = Trial("(3,)")
+    ways = steps(trial, {"reverse": 1.0, "overlap": overlap}, 2 * ROUNDS)
+    assert ways == ["reverse", "overlap"] * ROUNDS
+    assert steps(trial, {"reverse": 1.0, "overlap": 99.0}, 5) == [choice] * 5
+    assert len(caplog.records) == 1
+    said = caplog.records[0].message
+    assert repr(choice) in said and "(3,)" in said and f"{overlap:.2f} ms" in said
+
+
+def test_it_does_not_wait_for_the_device(device):
+    trial = Trial("(3,)")
+    steps(trial, {"reverse": 1.0, "overlap": 0.5}, 2 * ROUNDS)
+    Clock.arrived = False
+    try:
+        assert steps(trial, {"reverse": 1.0, "overlap": 0.5}, 2) == ["reverse", "overlap"]
+        assert trial.choice is None
+    finally:
+        Clock.arrived = True
+    assert trial.pick() == "overlap"
+
+
+def test_the_faster_one_is_not_taken_where_memory_is_short(device, caplog):
+    caplog.set_level(logging.INFO, "redivider")
+    trial = Trial("(3,)")
+    steps(trial, {"reverse": 1.0, "overlap": 0.5}, 2 * ROUNDS, retries=device)
+    assert trial.pick() == "reverse"
+    assert "memory is short" in caplog.text
+
+
+def test_a_capture_may_force_a_way_and_settle_the_choice(device):
+    trial = Trial("(3,)")
+    with forcing("overlap"):
+        assert [trial.pick() for _ in range(3)] == ["overlap"] * 3
+        with forcing("reverse"):
+            assert trial.pick() == "reverse"
+    assert forced() is None and trial.choice is None
+    trial.settle({"reverse": 2.0, "overlap": 1.0}, tight=False)
+    assert trial.pick() == "overlap"
+
+
+def test_every_shape_has_a_trial_of_its_own():
+    choices = Auto()
+    one, other = torch.ones(3), torch.ones(4)
+    assert choices.trial(one, True) is choices.trial(one, True)
+    assert choices.trial(one, True) is not choices.trial(other, True)
+    assert choices.trial(one, True) is not choices.trial(one, False)
+    assert choices.trial((one, [other]), True).choice == "reverse", "there is no choice on the CPU"
+
+
+def test_on_the_cpu_auto_is_reverse():
+    chain = vector_chain(depth=3, backward="auto")
+    other = copy.deepcopy(chain)
+    other.backward = "reverse"
+    x = torch.randn(5, 6)
+    for each in (chain, other):
+        weigh(each(x)).backward()
+    assert all(torch.equal(gradients(chain)[k], g) for k, g in gradients(other).items())
+    assert worst_error(gradients(chain), gradients(other)) == 0
+    pickle.loads(pickle.dumps(chain))
+
+
+def test_a_capture_without_a_gpu_says_so():
+    with pytest.raises(rd.CaptureError, match=r"on a CUDA device, .* not on cpu"):
+        rd.capture(lambda x: x.sum(), torch.ones(3))
+    with pytest.raises(rd.CaptureError, match="takes tensors, got int"):
+        rd.capture(lambda x, n: x.sum(), (torch.ones(3), 3))
