@@ -84,7 +84,7 @@ def test_it_does_not_wait_for_the_device(device):
     steps(trial, {"reverse": 1.0, "overlap": 0.5}, 2 * ROUNDS)
     Clock.arrived = False
     try:
-        assert steps(trial, {"reverse": 1.0, "overlap": 0.5}, 2) == ["reverse", "overlap"]
+        assert steps(trial, {"reverse": 1.0, "overlap": 0.5}, 2) == ["reverse", "reverse"]
         assert trial.choice is None
     finally:
         Clock.arrived = True
@@ -108,6 +108,36 @@ def test_a_capture_may_force_a_way_and_settle_the_choice(device):
     assert forced() is None and trial.choice is None
     trial.settle({"reverse": 2.0, "overlap": 1.0}, tight=False)
     assert trial.pick() == "overlap"
+
+
+def test_two_passes_in_one_backward_count_for_nothing(device):
+    trial = Trial("(3,)")
+    for _ in range(10):
+        total = 0.0
+        for _ in range(2):
+            y = torch.ones(3, requires_grad=True) * 2
+            trial.time_backward(trial.pick(), y)
+            total = total + y.sum()
+        total.backward()
+    assert trial.choice is None and not any(trial._timed.values())
+
+
+def test_a_forward_without_backward_does_not_keep_it_from_choosing(device):
+    trial = Trial("(3,)")
+    for _ in range(2 * ROUNDS):
+        trial.time_backward(trial.pick(), torch.ones(3, requires_grad=True) * 2)
+        steps(trial, {"reverse": 1.0, "overlap": 0.5}, 1)
+    assert trial.pick() == "overlap"
+
+
+def test_a_capture_settles_the_shapes_it_ran(device):
+    choices = Auto()
+    one, other = choices.trial(torch.ones(3), True), choices.trial(torch.ones(4), True)
+    one.choice = other.choice = None
+    with forcing("reverse"):
+        one.pick()
+    choices.settle({"reverse": 2.0, "overlap": 1.0})
+    assert (one.choice, other.choice) == ("overlap", None)
 
 
 def test_every_shape_has_a_trial_of_its_own():

@@ -137,6 +137,6 @@ def test_mixed_inputs_integers_through_an_embedding():
 
 def test_its_text_says_how_it_runs():
     text = repr(vector_chain(depth=1, arithmetic="fixed"))
-    assert "backward='reverse', arithmetic='fixed'" in text
+    assert "backward='reverse', arithmetic=Fixed(bits=20)" in text
     assert "(2): Coupling(" in text and "Fuse('concat', dim=-1)" in text
     assert "takes=('mask',)" in repr(rd.Coupling(MLP(8), takes=["mask"]))

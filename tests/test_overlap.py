@@ -160,9 +160,7 @@ def test_gradients_are_those_of_plain_autograd(ahead, depth, backward):
         torch.manual_seed(1)
         weigh(run_plainly(plain, y)).backward()
         assert worst_error(gradients(chain, x), gradients(plain, y)) <= 1e-12
-        assert torch.equal(torch.get_rng_state(), torch.get_rng_state())
     assert not ahead[-1]._ready and not ahead[-1]._held
-    assert ahead[-1].lanes.known[MAIN] is not None
 
 
 @pytest.mark.parametrize("backward", ["overlap", "checkpoint-overlap"])
@@ -245,6 +243,63 @@ def test_too_little_memory_to_prepare_ahead_is_no_error(ahead, monkeypatch):
     monkeypatch.undo()
     weigh(run_plainly(plain, x)).backward()
     assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
+
+
+def test_units_with_many_parameters_are_prepared_ahead_too(ahead, monkeypatch):
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scales = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(40)])
+
+        def forward(self, x):
+            return torch.tanh(x * sum(self.scales) / 40)
+
+    count = []
+    original = Overlap._prepare
+    monkeypatch.setattr(Overlap, "_prepare", lambda *args: (count.append(1), original(*args))[1])
+    couplings = [rd.Coupling(Wide()) for _ in range(6)]
+    chain = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse()], backward="checkpoint-overlap")
+    x = torch.randn(3, 8, requires_grad=True)
+    chain(x).sum().backward()
+    assert len(count) == 7
+
+
+def test_a_unit_that_nobody_asks_may_have_changed(ahead):
+    chain = token_chain(5, "overlap", dropout=0.0)
+    loss = weigh(chain(torch.randn(4, 5, 6).double()))
+    with torch.no_grad():
+        next(chain[3].parameters()).mul_(2)
+    torch.autograd.grad(loss, list(chain[5].parameters()), retain_graph=True)
+    with pytest.raises(rd.ChangedError, match="unit 3"):
+        loss.backward()
+    assert not ahead[-1]._ready
+
+
+@pytest.mark.usefixtures("no_callbacks")
+def test_the_side_lane_waits_for_what_autograd_did_on_the_main_one():
+    """Or it would take memory that a reader on the main lane still needs."""
+    lanes = Recorded()
+    overlap = Overlap(torch.device("cpu"))
+    overlap._make_lanes = lambda: lanes
+    grads = [torch.zeros(())]
+    for number in reversed(range(6)):
+        before = Job(number - 1, lanes) if number else None
+        grads = overlap.step(Job(number, lanes), before, grads)
+        lanes.note(f"A{number}")  # autograd adds gradients up, and lets go of them
+    for number in range(4):
+        if lanes.where[f"R{number}"] == SIDE:
+            assert f"A{number + 2}" in lanes.after[f"R{number}"]
+
+
+@pytest.mark.usefixtures("no_callbacks")
+def test_what_is_left_over_is_joined_before_it_is_let_go():
+    lanes = Recorded()
+    overlap = Overlap(torch.device("cpu"))
+    overlap._make_lanes = lambda: lanes
+    overlap.step(Job(3, lanes), Job(2, lanes), [torch.zeros(())])
+    assert lanes.where["R2"] == SIDE and "R2" not in lanes.known[MAIN]
+    overlap.end()
+    assert "R2" in lanes.known[MAIN] and not overlap._ready
 
 
 def test_on_the_cpu_it_is_reverse():

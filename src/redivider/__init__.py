@@ -4,7 +4,6 @@ from importlib import metadata as _metadata
 
 from redivider.arithmetic import Fixed as Fixed
 from redivider.arithmetic import Float as Float
-from redivider.capture import CaptureError as CaptureError
 from redivider.capture import capture as capture
 from redivider.chain import Chain as Chain
 from redivider.coupling import Coupling as Coupling
@@ -21,6 +20,7 @@ from redivider.models.catalogue import list_models as list_models
 from redivider.models.cross_entropy import ChunkedCrossEntropy as ChunkedCrossEntropy
 from redivider.pipeline.cut import balance as balance
 from redivider.pipeline.lockstep import Pipeline as Pipeline
+from redivider.step_state import CaptureError as CaptureError
 from redivider.verify import check_gradients as check_gradients
 from redivider.verify import check_reversible as check_reversible
 

@@ -32,9 +32,11 @@ class Auto:
         return Auto, ()
 
     def settle(self, took: dict[str, float]) -> None:
-        """Choose for all shapes tried so far, by times measured elsewhere."""
+        """Choose for the shapes that were forced to try, by times measured elsewhere."""
         for trial in self._trials.values():
-            trial.settle(took, tight=False)
+            if trial.was_forced:
+                trial.settle(took, tight=False)
+                trial.was_forced = False
 
     def trial(self, x: Any, is_training: bool) -> "Trial":
         """The trial for an input like this one."""
@@ -53,29 +55,33 @@ class Trial:
 
     def __init__(self, shapes: str, choice: str | None = None) -> None:
         self.choice = choice
+        self.was_forced = False
         self._shapes = shapes
-        self._num_started = 0
+        self._running = 0  # backward passes of this chain that one call of backward() holds
+        self._apart = True
         self._retries = {way: 0 for way in WAYS}
         self._timed: dict[str, list[tuple[Any, Any]]] = {way: [] for way in WAYS}
 
     def pick(self) -> str:
         """The way for the step that begins now."""
-        if forced() is not None:
-            return forced() or ""
+        way = forced()
+        if way is not None:
+            self.was_forced = True
+            return way
         capturing = self.choice is None and torch.cuda.is_current_stream_capturing()
         if self.choice is None and not capturing:
             self._decide()
         if self.choice is not None or capturing:
             return self.choice or "reverse"
-        way = WAYS[self._num_started % 2]
-        self._num_started += 1
-        return way
+        return min(WAYS, key=lambda way: len(self._timed[way]))
 
     def time_backward(self, way: str, y: Any) -> None:
         """Time the backward of this output, from here to its end."""
         tensors = [each for each in tree_leaves(y) if isinstance(each, Tensor)]
         roots = [each for each in tensors if each.requires_grad]
         if self.choice is not None or forced() is not None or not roots:
+            return
+        if len(self._timed[way]) >= ROUNDS:
             return
         if not torch.cuda.is_current_stream_capturing():
             roots[0].register_hook(partial(self._start, way))  # type: ignore[no-untyped-call]
@@ -84,11 +90,15 @@ class Trial:
         start, end = timer(), timer()
         start.record()
         retries = _num_retries()
+        self._running += 1
+        self._apart = self._running == 1  # two of them in one backward cannot be told apart
 
         def finish() -> None:
             end.record()
-            self._timed[way].append((start, end))
-            self._retries[way] += _num_retries() - retries
+            self._running -= 1
+            if self._apart:
+                self._timed[way].append((start, end))
+                self._retries[way] += _num_retries() - retries
 
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 
@@ -104,8 +114,7 @@ class Trial:
 
     def settle(self, took: dict[str, float], *, tight: bool) -> None:
         """Choose by milliseconds, and say so."""
-        faster = took["overlap"] <= ENOUGH * took["reverse"]
-        self.choice = "overlap" if faster and not tight else "reverse"
+        self.choice = "reverse" if tight else faster(took)
         logger.info(
             "backward='auto' takes %r for inputs of %s: overlap %.2f ms, reverse %.2f ms%s",
             self.choice,
@@ -114,6 +123,11 @@ class Trial:
             took["reverse"],
             ", memory is short" if tight else "",
         )
+
+
+def faster(took: dict[str, float]) -> str:
+    """The way that took less time, in milliseconds; "reverse" if it is nearly the same."""
+    return "overlap" if took["overlap"] <= ENOUGH * took["reverse"] else "reverse"
 
 
 _forced: list[str] = []

@@ -6,25 +6,21 @@ one call; two CUDA streams inside it (overlap.py) become parallel branches.
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from redivider.auto import WAYS, forcing, timer
-from redivider.chain import Chain, observing
+from redivider.auto import WAYS, faster, forcing, timer
+from redivider.chain import observing
+from redivider.step_state import CaptureError, Settings, StepState
 
 NUM_WARM_UPS = 3
 NUM_TIMED = 10
-
-
-class CaptureError(RuntimeError):
-    """A step that cannot be captured."""
 
 
 def capture(step: Callable[..., Any], example_inputs: Any) -> "Captured":
@@ -41,9 +37,9 @@ def capture(step: Callable[..., Any], example_inputs: Any) -> "Captured":
         for images, targets in loader:
             loss = step(images, targets)
 
-    The step is run a few times on the examples first; afterwards the weights of its optimizers,
-    their state and the buffers of its chains are put back as they were. Random numbers are new in
-    every step, and the same in the two runs of a unit. Learning rates may change between steps.
+    The step is run a few times on the examples first; afterwards the weights of its optimizers and
+    chains, their state and buffers are put back as they were. Random numbers are new in every step,
+    and the same in the two runs of a unit. Learning rates may change between steps.
 
     Args:
         step: A function of tensors that returns tensors; all that it does with them is captured,
@@ -57,62 +53,77 @@ class Captured:
     """A captured step: call it with tensors like the examples."""
 
     def __init__(self, step: Callable[..., Any], example_inputs: Any) -> None:
+        if isinstance(example_inputs, Mapping):
+            raise CaptureError("a captured step takes its tensors in order: give a tuple of them")
         examples = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
         inputs, self._spec = _split_inputs(tuple(examples))
-        if not torch.cuda.is_available() or not all(each.is_cuda for each in inputs):
+        if not torch.cuda.is_available() or {each.device.type for each in inputs} != {"cuda"}:
             devices = sorted({str(each.device) for each in inputs})
             raise CaptureError(
                 f"a step is captured on a CUDA device, and its examples must be there, not on "
                 f"{', '.join(devices)}; without one call the function itself"
             )
         self._step = step
+        self._device = inputs[0].device
         self._static = [each.detach().clone() for each in inputs]
-        state = _State()
-        with _Stream(), observing(state.meet), state.optimizers_seen():
-            with forcing("reverse"):
-                self._warm_up(state)
-            way = self._fastest(state) if state.chooses else "reverse"
-            with forcing(way):
-                self._capture()
-            state.put_back()
-        self._rates = _Rates(state.optimizers)
-        self._parameters = state.parameters()
+        with torch.cuda.device(self._device):
+            self._prepare(StepState(self._device))
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the step; what it returns is the caller's own copy."""
         given, spec = _split_inputs(inputs)
         if spec != self._spec:
             raise CaptureError(f"it was captured for inputs like {self._spec}, got {spec}")
-        for index, (static, each) in enumerate(zip(self._static, given, strict=True)):
-            if static.shape != each.shape or static.dtype != each.dtype:
-                raise CaptureError(
-                    f"input {index} is {each.dtype} {tuple(each.shape)}, and the step was captured "
-                    f"for {static.dtype} {tuple(static.shape)}; capture another one for it"
-                )
-            static.copy_(each, non_blocking=True)
-        self._rates.refresh()
-        self._graph.replay()
-        torch.autograd.graph.increment_version(self._parameters)  # the graph wrote behind its back
-        return tree_map_only(Tensor, Tensor.clone, self._output)
+        self._settings.refresh()
+        with torch.cuda.device(self._device):
+            for index, (static, each) in enumerate(zip(self._static, given, strict=True)):
+                if static.shape != each.shape or static.dtype != each.dtype:
+                    raise CaptureError(
+                        f"input {index} is {each.dtype} {tuple(each.shape)}, and the step was "
+                        f"captured for {static.dtype} {tuple(static.shape)}; capture another one"
+                    )
+                static.copy_(each, non_blocking=True)
+            self._attach_gradients()
+            self._graph.replay()
+            # The graph wrote behind autograd's back.
+            torch.autograd.graph.increment_version(list(self._gradients))
+            return tree_map_only(Tensor, Tensor.clone, self._output)
 
-    def _warm_up(self, state: "_State") -> None:
+    def _prepare(self, state: StepState) -> None:
+        done = False
+        with _own_stream(self._device), observing(state.meet_chain), state.optimizers_seen():
+            try:
+                with forcing("reverse"):
+                    self._warm_up(state)
+                way = self._fastest(state) if state.chooses else "reverse"
+                with forcing(way):
+                    self._capture()
+                self._gradients = {each: each.grad for each in state.parameters}
+                done = True
+            finally:
+                torch.cuda.synchronize()
+                state.put_back(settings=not done)
+        self._settings = Settings(state.optimizers)
+
+    def _warm_up(self, state: StepState) -> None:
         for number in range(NUM_WARM_UPS):
             last = number == NUM_WARM_UPS - 1
-            with _refused("cannot be captured") if last else _plainly():
+            with _refused("cannot be captured") if last else nullcontext():
                 self._run(waits="error" if last else "default")
             if number == 0:
                 state.prepare_optimizers()
         torch.cuda.synchronize()
-        state.read_mail()  # faults of the warm-up; and nothing is under way while capturing
+        state.read_mail()  # nothing may be under way while capturing
 
     def _run(self, *, waits: str) -> Any:
+        before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that it may miss some
             torch.cuda.set_sync_debug_mode(waits)
         try:
             return self._step(*tree_unflatten(self._static, self._spec))
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode(before)
 
     def _capture(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -120,14 +131,15 @@ class Captured:
             with _refused("failed while it was captured"):
                 output = self._run(waits="default")
         for each in tree_leaves(output):
-            if not isinstance(each, Tensor) and each is not None:
+            if each is not None and not (isinstance(each, Tensor) and each.is_cuda):
+                what = "a tensor on the CPU" if isinstance(each, Tensor) else type(each).__name__
                 raise CaptureError(
-                    f"the step returns a {type(each).__name__}, which would stay the same for "
-                    "ever; return tensors"
+                    f"the step returns {what}, which would stay the same for ever; return tensors "
+                    "on the GPU"
                 )
         self._output = tree_map_only(Tensor, Tensor.detach, output)
 
-    def _fastest(self, state: "_State") -> str:
+    def _fastest(self, state: StepState) -> str:
         """Capture the step in each way that its chains may choose from, and time it."""
         took = {}
         for way in WAYS:
@@ -137,8 +149,9 @@ class Captured:
             took[way] = self._time()
             self._graph.reset()
             del self._output
-        state.settle(took)
-        return min(took, key=lambda way: took[way])
+        for chain in state.chains:
+            chain.settle(took)
+        return faster(took)
 
     def _time(self) -> float:
         start, end = timer(), timer()
@@ -151,136 +164,30 @@ class Captured:
         took: float = start.elapsed_time(end) / NUM_TIMED
         return took
 
-
-class _State:
-    """What a step changes, as far as it can be found out while it runs."""
-
-    def __init__(self) -> None:
-        self.optimizers: list[Optimizer] = []
-        self.chains: list[Chain] = []
-        self._before: list[tuple[Tensor, Tensor]] = []
-        self._states: dict[int, dict[tuple[int, str], Tensor]] = {}
-        self._random = torch.cuda.get_rng_state()
-
-    @property
-    def chooses(self) -> bool:
-        """Whether a chain asks which way is faster."""
-        return any(chain.backward == "auto" for chain in self.chains)
-
-    def meet(self, chain: Chain) -> None:
-        """Remember a chain that is about to run, and its buffers."""
-        if not any(each is chain for each in self.chains):
-            self.chains.append(chain)
-            self._remember(chain.buffers())
-
-    @contextmanager
-    def optimizers_seen(self) -> Iterator[None]:
-        """Remember optimizers that are about to step, and their weights."""
-        handle = register_optimizer_step_pre_hook(self._meet_optimizer)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def parameters(self) -> list[Tensor]:
-        """All weights that the step trains."""
-        groups = [group for each in self.optimizers for group in each.param_groups]
-        return [each for group in groups for each in group["params"]]
-
-    def prepare_optimizers(self) -> None:
-        """Let learning rates be read on the device, or refuse what would wait for the host."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                on_device = group.get("capturable") or group.get("fused")
-                if "capturable" in group:
-                    if not on_device:
-                        name = type(optimizer).__name__
-                        raise CaptureError(
-                            f"{name} counts its steps on the host; make it with capturable=True or "
-                            "fused=True"
-                        )
-                    group["capturable"] = True  # as a fused one is, without saying so
-                if on_device and not isinstance(group["lr"], Tensor):
-                    device = group["params"][0].device
-                    group["lr"] = torch.tensor(float(group["lr"]), device=device)
-
-    def settle(self, took: dict[str, float]) -> None:
-        """Tell the chains which way was faster."""
-        for chain in self.chains:
-            chain.settle(took)
-
-    def read_mail(self) -> None:
-        """Hear what the chains have to say."""
-        for chain in self.chains:
-            chain.poll()
-
-    def put_back(self) -> None:
-        """Undo what the warm-up has done."""
-        torch.cuda.set_rng_state(self._random)
-        with torch.no_grad():
-            for tensor, before in self._before:
-                tensor.copy_(before)
-            for optimizer in self.optimizers:
-                saved = self._states[id(optimizer)]
-                for parameter, state in optimizer.state.items():
-                    for key, value in state.items():
-                        if isinstance(value, Tensor):
-                            old = saved.get((id(parameter), key))
-                            value.zero_() if old is None else value.copy_(old)
-
-    def _meet_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if any(each is optimizer for each in self.optimizers):
-            return
-        self.optimizers.append(optimizer)
-        self._remember(each for group in optimizer.param_groups for each in group["params"])
-        self._states[id(optimizer)] = {
-            (id(parameter), key): value.clone()
-            for parameter, state in optimizer.state.items()
-            for key, value in state.items()
-            if isinstance(value, Tensor)
-        }
-
-    def _remember(self, tensors: Any) -> None:
-        self._before += [(each, each.detach().clone()) for each in tensors]
-
-
-class _Rates:
-    """Learning rates: in the graph they are tensors, outside of it anyone may set numbers."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._groups = [
-            (type(optimizer).__name__, group, group["lr"])
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-        ]
-
-    def refresh(self) -> None:
-        """Bring changed rates to the device."""
-        for name, group, captured in self._groups:
-            if group["lr"] is captured:
+    def _attach_gradients(self) -> None:
+        """Let gradients be where the graph has them, with the value that they have now."""
+        for parameter, grad in self._gradients.items():
+            if grad is None or parameter.grad is grad:
                 continue
-            if isinstance(captured, Tensor):
-                captured.fill_(group["lr"])
-                group["lr"] = captured
-            elif group["lr"] != captured:
-                raise CaptureError(
-                    f"the learning rate of {name} is a number in the captured step ({captured}) "
-                    f"and cannot become {group['lr']}; make the optimizer with fused=True"
-                )
+            grad.zero_() if parameter.grad is None else grad.copy_(parameter.grad)
+            parameter.grad = grad
 
 
-class _Stream:
-    """A CUDA stream beside the caller's, as a capture needs it."""
+_streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def __enter__(self) -> None:
-        self._caller, self._own = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._own.wait_stream(self._caller)
-        self._context = torch.cuda.stream(self._own)
-        self._context.__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
-        self._caller.wait_stream(self._own)
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """A CUDA stream beside the caller's, as a capture needs it; the same one for all captures."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    caller, own = torch.cuda.current_stream(device), _streams[device]
+    own.wait_stream(caller)
+    try:
+        with torch.cuda.stream(own):
+            yield
+    finally:
+        caller.wait_stream(own)
 
 
 @contextmanager
@@ -300,11 +207,6 @@ def _generator_saved() -> Iterator[None]:
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
-    yield
-
-
-@contextmanager
 def _refused(what: str) -> Iterator[None]:
     """Say which line of the caller's cannot be captured, and why."""
     try:
@@ -312,8 +214,8 @@ def _refused(what: str) -> Iterator[None]:
     except CaptureError:
         raise
     except RuntimeError as error:
-        waits = "synchroniz" in str(error) or "captur" in str(error)
-        if not waits:
+        said = str(error).partition("\n")[0]
+        if "synchroniz" not in said and "captur" not in said and "legacy" not in said:
             raise
         ours = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
         frames = traceback.extract_tb(error.__traceback__)
@@ -321,12 +223,9 @@ def _refused(what: str) -> Iterator[None]:
         where = f"{theirs[-1].filename}:{theirs[-1].lineno}: {theirs[-1].line}" if theirs else ""
         raise CaptureError(
             f"the step {what}: the host would wait for the device, or do what a graph cannot hold, "
-            f"at {where or 'a place inside torch'}; move it out of the step ({_first_line(error)})"
+            f"at {where or 'a place inside torch'}; move it out of the step. If that line is a "
+            f"backward(), let go of losses and outputs of earlier steps first ({said})"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _split_inputs(inputs: tuple[Any, ...]) -> tuple[list[Tensor], Any]:
@@ -337,4 +236,6 @@ def _split_inputs(inputs: tuple[Any, ...]) -> tuple[list[Tensor], Any]:
                 f"a captured step takes tensors, got {type(each).__name__}: a number would be the "
                 "same for ever; make it a tensor, or let the function close over it"
             )
+        if each.requires_grad:
+            raise CaptureError("an input of a captured step requires grad; detach it")
     return values, spec

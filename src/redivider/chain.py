@@ -136,6 +136,7 @@ class Chain(nn.Module):
         """
         compile_units(self, **options)
         self.arithmetic = CompiledArithmetic(self.arithmetic, **options)
+        self._auto = Auto()  # what was measured before does not count
 
     def verify_keywords(self, side: dict[str, Any]) -> None:
         """Refuse keywords that no unit takes."""
@@ -186,8 +187,7 @@ class Chain(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        name = type(self.arithmetic).__name__.lower()
-        return f"backward={self.backward!r}, arithmetic={name!r}"
+        return f"backward={self.backward!r}, arithmetic={self.arithmetic!r}"
 
     def poll(self) -> None:
         """Raise or warn of what the device has told so far: faults and drift of earlier steps."""
@@ -207,6 +207,8 @@ class Chain(nn.Module):
         """Count a training step; return the tolerance if drift is to be checked in it."""
         if not (self.training and self._keeps()[0] == "nothing" and self.check_every):
             return None
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return None  # nobody would read it
         self._num_steps += 1
         if (self._num_steps - 1) % self.check_every:
             return None

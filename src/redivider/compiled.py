@@ -6,6 +6,7 @@ is inside the units, and layers that differ in their weights alone can share one
 
 from collections.abc import Iterable
 from copy import copy
+from itertools import count
 from types import FunctionType
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ def compile_units(units: Iterable[nn.Module], **options: Any) -> None:
             if any(True for _ in module.parameters()):
                 kind = _kind(module)
                 if kind not in runs:
-                    runs[kind] = torch.compile(_new_run(len(runs)), **options)
+                    runs[kind] = torch.compile(_new_run(), **options)
                 # What nn.Module.compile() sets, too.
                 module._compiled_call_impl = _Compiled(module, runs[kind])
 
@@ -36,7 +37,11 @@ def compile_units(units: Iterable[nn.Module], **options: Any) -> None:
 class CompiledArithmetic(Arithmetic):
     """Another arithmetic in fused kernels: adding bf16 to float32 takes twice the time without."""
 
+    _inner: Arithmetic
+
     def __init__(self, inner: Arithmetic, **options: Any) -> None:
+        if isinstance(inner, CompiledArithmetic):
+            inner = inner._inner
         self.exact = inner.exact
         self._inner = inner
         self._add, self._subtract, self._store, self._real = (
@@ -54,7 +59,8 @@ class CompiledArithmetic(Arithmetic):
         return cast(Checked, self._store(x)) if self.exact else self._inner.store(x)
 
     def real(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        return cast(Tensor, self._real(stored, dtype) if self.exact else stored.detach())
+        real = self._real if self.exact else self._inner.real
+        return cast(Tensor, real(stored, dtype))
 
     def add(self, stored: Tensor, r: Tensor) -> Checked:
         return cast(Checked, self._add(stored, r))
@@ -78,9 +84,12 @@ def _run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def _new_run(number: int) -> FunctionType:
+_numbers = count()
+
+
+def _new_run() -> FunctionType:
     """A copy of _run with code of its own: graphs are cached by code, and limited in number."""
-    code = _run.__code__.replace(co_name=f"run_kind_{number}")
+    code = _run.__code__.replace(co_name=f"run_kind_{next(_numbers)}")
     return FunctionType(code, _run.__globals__, code.co_name)
 
 

@@ -151,22 +151,35 @@ NEARBY = 24  # how many nodes of the graph are looked at: additions and views li
 
 def _job_before(ctx: Any) -> _Job | None:
     """The next unit of the backward that can be prepared, as far as can be seen."""
-    queue = [node for node, _ in ctx.next_functions if node is not None]
+    queue = _before_it(ctx)
     for _ in range(NEARBY):
         if not queue:
             return None
         node = queue.pop(0)
         kept = getattr(node, "kept", None)
         if isinstance(kept, Kept):
-            there = kept.precedes(ctx.kept) and not _is_sharded(_saved(node))
-            return _Job(node) if there else None
-        queue += [after for after, _ in node.next_functions if after is not None]
+            return _Job(node) if kept.precedes(ctx.kept) and _is_there(node) else None
+        queue += _before_it(node)
     return None
 
 
-def _is_sharded(tensors: Sequence[Tensor]) -> bool:
-    """Whether FSDP has taken the memory of a parameter, to gather it again when its turn comes."""
-    return any(each.numel() and not each.untyped_storage().size() for each in tensors)
+def _before_it(node: Any) -> list[Any]:
+    """The nodes before it, without parameters: a unit may have many."""
+    before = [each for each, _ in node.next_functions if each is not None]
+    return [each for each in before if each.next_functions or hasattr(each, "kept")]
+
+
+def _is_there(node: Any) -> bool:
+    """Whether what a node saved can be used before its turn.
+
+    It cannot be where something has changed, which is an error only if its turn comes, or where
+    FSDP has taken the memory of a parameter, to gather it again when its turn comes.
+    """
+    try:
+        saved = _saved(node)
+    except (ChangedError, RuntimeError):
+        return False
+    return all(each.untyped_storage().size() or not each.numel() for each in saved)
 
 
 def _saved(ctx: Any) -> Sequence[Tensor]:

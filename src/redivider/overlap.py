@@ -54,14 +54,16 @@ class Lanes(ABC):
 
 
 class CudaLanes(Lanes):
-    """The CUDA stream of the caller, and one beside it that all chains on a device share."""
+    """The CUDA stream of the caller, and one beside it that all chains on that stream share."""
 
-    _beside: dict[torch.device, torch.cuda.Stream] = {}  # noqa: RUF012
+    _beside: dict[tuple[torch.device, int], torch.cuda.Stream] = {}  # noqa: RUF012
 
     def __init__(self, device: torch.device) -> None:
-        if device not in self._beside:
-            self._beside[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._streams = (torch.cuda.current_stream(device), self._beside[device])
+        main = torch.cuda.current_stream(device)
+        key = device, main.cuda_stream
+        if key not in self._beside:
+            self._beside[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._streams = (main, self._beside[key])
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[lane])
@@ -105,12 +107,18 @@ class Overlap:
         lanes, own = self._lanes, ready.lane
         arrived = lanes.mark(MAIN)  # the gradients; what is prepared on this lane comes behind
         if before is not None:
-            self._prepare(before, 1 - own, ready.event)
+            # The side lane also waits for what autograd has done on the main one since the last
+            # step: it may have let go of memory that belongs to the side lane.
+            self._prepare(before, 1 - own, ready.event if own == SIDE else arrived)
         if own == SIDE:
             lanes.wait(SIDE, arrived)
             self._held.clear()  # their readers on the other lane came before `arrived`
-        with lanes.on(own):
-            found = this.finish(ready.prepared, grads)
+        try:
+            with lanes.on(own):
+                found = this.finish(ready.prepared, grads)
+        except BaseException:
+            self.end()
+            raise
         if own == SIDE:
             lanes.wait(MAIN, lanes.mark(SIDE))
             # Autograd will add these up on the main lane and let them go, while this lane goes on.
@@ -132,7 +140,9 @@ class Overlap:
         try:
             with self._lanes.on(lane):
                 prepared = job.prepare()
-        except torch.OutOfMemoryError:  # there will be room when this unit has finished
+        except Exception:  # no memory, or its own fault: its own turn will tell, if it comes
+            if lane == SIDE:
+                self._lanes.wait(MAIN, self._lanes.mark(SIDE))
             return
         self._ready[job.key] = _Ready(prepared, lane, self._lanes.mark(lane))
 

@@ -126,9 +126,9 @@ class Row:
 
     def hand_back(self, index: int, streams: Streams) -> None:
         """In the backward: give the input of this coupling to the one before, as its output."""
-        self._handed = {index - 1: streams} if index else {}
         if index == 0 and self._drift is not None:
             self._drift.compare((self.real(streams[0]), self.real(streams[1])))
+        self._handed = {index - 1: streams} if index else {}  # last, so that it can be tried again
 
     def take_back(self, index: int) -> Streams:
         """In the backward: the output of this coupling, as recovered by the next one."""

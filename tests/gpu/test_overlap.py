@@ -312,7 +312,7 @@ def test_what_else_cannot_be_captured_says_so():
     with pytest.raises(rd.CaptureError, match=r"AdamW counts .* capturable=True or fused=True"):
         rd.capture(step, batch)
     _, step, batch = setting(fused)
-    with pytest.raises(rd.CaptureError, match="returns a float"):
+    with pytest.raises(rd.CaptureError, match="returns float"):
         rd.capture(lambda x, t: (step(x, t), 0.5)[1], batch)
 
 
@@ -325,12 +325,51 @@ def test_a_captured_step_refuses_other_shapes_and_rates_it_cannot_change():
     sgd, step, batch = setting(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     captured = rd.capture(step, batch)
     sgd.param_groups[0]["lr"] = 0.2
-    with pytest.raises(rd.CaptureError, match=r"SGD is a number .* \(0.1\) and cannot become 0.2"):
+    with pytest.raises(
+        rd.CaptureError, match=r"SGD was captured with lr = 0.1 and cannot have 0.2"
+    ):
+        captured(*batch)
+
+
+def test_an_optimizer_outside_of_the_step_gets_its_gradients():
+    chains = [token_chain(3).double() for _ in range(2)]
+    chains[1].load_state_dict(chains[0].state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in chains]
+    target = torch.randint(3, (8,), device="cuda")
+
+    def gradient(chain, x):
+        loss = F.cross_entropy(chain(x).mean(1), target)
+        loss.backward()
+        return loss
+
+    step = rd.capture(lambda x: gradient(chains[0], x), tokens(8, torch.float64))
+    assert all(each.grad is None for each in chains[0].parameters())
+    for _ in range(3):
+        x = tokens(8, torch.float64)
+        step(x)
+        gradient(chains[1], x)
+        assert worst_error(gradients(chains[0]), gradients(chains[1])) <= 1e-9
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+
+def test_what_a_graph_cannot_follow_is_refused():
+    optimizer, step, batch = setting(fused)
+    captured = rd.capture(step, batch)
+    optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+    with pytest.raises(rd.CaptureError, match=r"AdamW was captured with betas = .* capture the"):
+        captured(*batch)
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    assert captured(*batch).isfinite()
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(rd.CaptureError, match="as after load_state_dict"):
         captured(*batch)
 
 
 def test_after_a_capture_that_failed_all_goes_on():
-    _, step, batch = setting(fused)
+    optimizer, step, batch = setting(fused)
+    weights = [each.detach().clone() for each in optimizer.param_groups[0]["params"]]
     x = batch[0]
 
     def unlucky(x, target):
@@ -346,6 +385,9 @@ def test_after_a_capture_that_failed_all_goes_on():
         said = str(error)
     assert "failed while it was captured" in said and "synchronize" in said
     gc.collect()
+    for parameter, before in zip(optimizer.param_groups[0]["params"], weights, strict=True):
+        assert torch.equal(parameter, before), "trying it out has trained"
+    assert isinstance(optimizer.param_groups[0]["lr"], float)
     assert F.dropout(x, 0.5).isfinite().all()
     assert step(*batch).isfinite()
     assert rd.capture(step, batch)(*batch).isfinite()

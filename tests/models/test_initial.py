@@ -104,6 +104,7 @@ def test_a_parent_may_correct_what_its_children_drew():
         ("vit_small", "layer1_mlp.f.body.grow.weight", (2 / (384 + 1536)) ** 0.5),
         ("vit_small", "stem.patches.conv.weight", (2 / (768 + 384)) ** 0.5),
         ("rev_vit_small", "stem.positions.weight", 0.02),
+        ("rev_vit_small", "head.classes.weight", 0.02),
         ("rev_gpt_small", "stem.tokens.weight", 0.02),
         ("rev_gpt_small", "layer0_attention.f.body.qkv.weight", 0.02),
         ("rev_gpt_small", "layer0_attention.f.body.out.weight", 0.02 / 4**0.5),
