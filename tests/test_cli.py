@@ -35,12 +35,13 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert "Error" not in done.stderr
 
 
-def test_help_and_wrong_commands():
+def test_help_and_wrong_commands(capsys):
     for arguments, status, text in (["--help"], 0, "models"), (["modls"], 2, "invalid choice"):
-        command = [sys.executable, "-m", "redivider", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == status
-        assert text in done.stdout + done.stderr
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == status
+        said = capsys.readouterr()
+        assert text in said.out + said.err
 
 
 def test_giants_take_no_memory(capsys):
