@@ -21,6 +21,9 @@ WAYS = ("store", "checkpoint", "reverse")
 MIB = 2**20
 # a model, and how to make it deeper by a number of layers or blocks
 DEEPER: dict[str, Callable[[int], dict[str, Any]]] = {
+    "resnet50": lambda n: {"depths": (3, 4, 6 + n, 3)},
+    "vit_small": lambda n: {"depth": 12 + n},
+    "gpt_small": lambda n: {"depth": 12 + n},
     "revnet18": lambda n: {"depths": (2, 2, 2 + n, 2)},
     "revnet50": lambda n: {"depths": (3, 4, 6 + n, 3)},
     "rev_vit_small": lambda n: {"depth": 12 + n},
@@ -37,8 +40,9 @@ def kept_by_depth() -> None:
     print("|---|---|---|---|---|---|---|")
     for name, deeper in DEEPER.items():
         now, then = (summarise(name, also=WAYS[1:], **deeper(n)).kept for n in (0, 8))
-        slopes = [(then[way] - now[way]) / 8 / MIB for way in WAYS]
-        cells = [f"{now[way] / MIB:.2f}" for way in WAYS] + [f"{each:.3f}" for each in slopes]
+        slopes = {way: (then[way] - now[way]) / 8 / MIB for way in now}
+        cells = [f"{now[way] / MIB:.2f}" if way in now else "-" for way in WAYS]
+        cells += [f"{slopes[way]:.3f}" if way in now else "-" for way in WAYS]
         print(f"| `{name}` | {' | '.join(cells)} |")
 
 
