@@ -8,6 +8,7 @@ from redivider.capture import capture as capture
 from redivider.chain import Chain as Chain
 from redivider.coupling import Coupling as Coupling
 from redivider.drift import DriftWarning as DriftWarning
+from redivider.errors import CaptureError as CaptureError
 from redivider.errors import ChangedError as ChangedError
 from redivider.errors import UnitError as UnitError
 from redivider.footprint import check_memory as check_memory
@@ -20,7 +21,6 @@ from redivider.models.catalogue import list_models as list_models
 from redivider.models.cross_entropy import ChunkedCrossEntropy as ChunkedCrossEntropy
 from redivider.pipeline.cut import balance as balance
 from redivider.pipeline.lockstep import Pipeline as Pipeline
-from redivider.step_state import CaptureError as CaptureError
 from redivider.verify import check_gradients as check_gradients
 from redivider.verify import check_reversible as check_reversible
 

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from redivider.auto import WAYS, faster, forcing, timer
 from redivider.chain import observing
-from redivider.step_state import CaptureError, Settings, StepState
+from redivider.errors import CaptureError
+from redivider.step_state import Settings, StepState
 
 NUM_WARM_UPS = 3
 NUM_TIMED = 10

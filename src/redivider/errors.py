@@ -8,6 +8,10 @@ class UnitError(ValueError):
     """A unit does what it must not, or is given what it cannot take."""
 
 
+class CaptureError(RuntimeError):
+    """A step that cannot be captured, or a captured one that cannot be run so."""
+
+
 class ChangedError(RuntimeError):
     """Something that the backward needs was changed since the forward."""
 

@@ -14,11 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from redivider.chain import Chain
-
-
-class CaptureError(RuntimeError):
-    """A step that cannot be captured, or a captured one that cannot be run so."""
-
+from redivider.errors import CaptureError
 
 # These begin with a state of zeros, so that it is known how to put it back.
 BEGIN_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "Adadelta", "RMSprop", "RAdam")

@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,13 @@ def tokens(batch=4, dtype=torch.float32):
     return torch.randn(batch, 10, 6, device="cuda", dtype=dtype)
 
 
+def pass_through(chain, x):
+    chain.zero_grad()
+    loss = weigh(chain(x))
+    loss.backward()
+    return loss
+
+
 @pytest.mark.parametrize("how", ["eager", "compiled", "captured"])
 @pytest.mark.parametrize("backward", AHEAD)
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 6, 7, 8, 9, 48])
@@ -44,11 +52,7 @@ def test_gradients_are_those_of_store(depth, backward, how):
         chain.compile()
     x = tokens()
 
-    def step(x):
-        chain.zero_grad()
-        loss = weigh(chain(x))
-        loss.backward()
-        return loss
+    step = partial(pass_through, chain)
 
     if how == "captured":
         run = rd.capture(step, x)
@@ -73,11 +77,7 @@ def test_on_the_grid_gradients_are_exactly_those_of_store(depth, how):
     stored.backward = "store"
     x = tokens()
 
-    def step(x):
-        chain.zero_grad()
-        loss = weigh(chain(x))
-        loss.backward()
-        return loss
+    step = partial(pass_through, chain)
 
     rd.capture(step, x)(x) if how == "captured" else step(x)
     weigh(stored(x)).backward()

@@ -1,6 +1,7 @@
 """Every family: the same gradients by every backward, inverses, pipelines, and it trains."""
 
 import copy
+import os
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_it_runs_through_a_pipeline(name, options):
 
 @pytest.mark.parametrize(("name", "options"), EACH)
 def test_it_learns_a_batch_of_real_data(name, options):
-    """Digits; bytes of the licence for language models."""
+    """Digits; for language models bytes of a text in $REDIVIDER_DATA, or else of the licence."""
     options = {key: value for key, value in options.items() if "drop" not in key}
     if "net" not in name:
         options["width"] = 32
@@ -105,7 +106,9 @@ def _digits():
 
 
 def _text(context):
-    text = (Path(__file__).parents[2] / "LICENSE").read_bytes()
+    given = Path(os.environ.get("REDIVIDER_DATA", "/nowhere")) / "tinyshakespeare" / "input.txt"
+    licence = Path(__file__).parents[2] / "LICENSE"
+    text = (given if given.exists() else licence).read_bytes()
     tokens = torch.frombuffer(bytearray(text[: 8 * (context + 1)]), dtype=torch.uint8).long()
     rows = tokens.view(8, context + 1)
     return rows[:, :-1], rows[:, 1:]

@@ -20,14 +20,12 @@ from redivider.coupling import Coupling
 from redivider.junction import Duplicate, Fuse
 from redivider.models.options import Layers, verify_flag, verify_positive
 from redivider.models.parts import (
-    Attention,
     Linear,
     Positions,
     Residual,
     Units,
-    mlp,
     named,
-    residual,
+    transformer_layers,
 )
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -59,16 +57,7 @@ class Options(Layers):
         """The residual functions in order, with the names of their units."""
         std = 0.02, 0.02 / (2 * self.depth) ** 0.5  # the sum of all begins as large as one
         tanh_gelu = partial(nn.GELU, approximate="tanh")
-        for layer in range(self.depth):
-            drops = {"dropout": self.dropout, "drop_path": self.drop_path_of(layer)}
-            attention = Attention(
-                self.width, self.heads, causal=True, dropout=self.attention_dropout, std=std
-            )
-            norm = nn.LayerNorm(self.width)
-            yield f"layer{layer}_attention", residual(norm, attention, **drops)
-            norm = nn.LayerNorm(self.width)
-            body = mlp(self.width, self.middle, tanh_gelu, std=std)
-            yield f"layer{layer}_mlp", residual(norm, body, **drops)
+        return transformer_layers(self, nn.LayerNorm, tanh_gelu, causal=True, std=std)
 
 
 class Embedding(nn.Embedding):

@@ -5,11 +5,13 @@ device and get their weights later.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from redivider.models.options import Layers
 
 Units = dict[str, nn.Module]
 
@@ -183,3 +185,24 @@ def residual(
 def named(**modules: nn.Module) -> nn.Sequential:
     """A Sequential whose parts have names."""
     return nn.Sequential(OrderedDict(modules))
+
+
+def transformer_layers(
+    options: Layers,
+    norm: Callable[[int], nn.Module],
+    activation: Callable[[], nn.Module] = nn.GELU,
+    *,
+    causal: bool = False,
+    mlp_dropout: float = 0.0,
+    std: tuple[float, float] | tuple[None, None] = (None, None),
+) -> Iterator[tuple[str, nn.Module]]:
+    """The residual functions in order, attention and MLP in turn, with the names of their units."""
+    width = options.width
+    for layer in range(options.depth):
+        drops = {"dropout": options.dropout, "drop_path": options.drop_path_of(layer)}
+        attention = Attention(
+            width, options.heads, causal=causal, dropout=options.attention_dropout, std=std
+        )
+        yield f"layer{layer}_attention", residual(norm(width), attention, **drops)
+        body = mlp(width, options.middle, activation, dropout=mlp_dropout, std=std)
+        yield f"layer{layer}_mlp", residual(norm(width), body, **drops)

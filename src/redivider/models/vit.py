@@ -17,15 +17,13 @@ from redivider.coupling import Coupling
 from redivider.junction import Duplicate
 from redivider.models.options import Images, Layers, OptionError, verify_positive
 from redivider.models.parts import (
-    Attention,
     Linear,
     Pool,
     Positions,
     Residual,
     Units,
-    mlp,
     named,
-    residual,
+    transformer_layers,
 )
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -63,12 +61,7 @@ class Options(Images, Layers):
 
     def functions(self) -> Iterator[tuple[str, nn.Module]]:
         """The residual functions in order, with the names of their units."""
-        for layer in range(self.depth):
-            drops = {"dropout": self.dropout, "drop_path": self.drop_path_of(layer)}
-            attention = Attention(self.width, self.heads, dropout=self.attention_dropout)
-            yield f"layer{layer}_attention", residual(Norm(self.width), attention, **drops)
-            body = mlp(self.width, self.middle, dropout=self.dropout)
-            yield f"layer{layer}_mlp", residual(Norm(self.width), body, **drops)
+        return transformer_layers(self, Norm, mlp_dropout=self.dropout)
 
 
 class Patches(nn.Module):
