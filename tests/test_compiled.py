@@ -1,16 +1,26 @@
 """Compiled units: the same numbers, and graphs that layers share."""
 
 import copy
+import weakref
+from functools import partial
 
 import pytest
 import torch
+from lanes import Recorded
 from networks import MLP, Attention
 from oracle import gradients, run_plainly, weigh, worst_error
 from torch import nn
 
 import redivider as rd
+from redivider import chain as chain_module
+from redivider.overlap import Overlap
+from redivider.replay import call
+from redivider.replay.compiled_node import call_node
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # the compiler does
+]
 
 
 class Counting:
@@ -58,7 +68,11 @@ def test_layers_share_two_graphs_of_a_kind_and_gradients_are_the_same(backward):
     assert kinds + 2 <= compiler.with_matrices() <= 2 * kinds + junctions
 
 
-def test_on_the_grid_reversal_stays_exact():
+def test_on_the_grid_reversal_stays_exact(monkeypatch):
+    def fails(*args, **kwargs):
+        raise AssertionError("not the graph of the forward")
+
+    monkeypatch.setattr("redivider.compiled._Compiled.run_joint", fails)
     chain = token_chain(5, backward="reverse", arithmetic="fixed")
     stored = copy.deepcopy(chain)
     stored.backward = "store"
@@ -92,5 +106,59 @@ def test_drop_path_and_dropout_of_a_model_share_graphs_over_the_layers():
     model.compile(backend=compiler)
     for _ in range(3):
         model(torch.randn(4, 1, 8, 8)).sum().backward()
-    # Two kinds of f, with and without drop-path, in forward and recovery; and the head.
-    assert compiler.with_matrices() <= 2 * 2 * 2 + 1
+    # Two kinds of f, with and without drop-path, in forward and recovery; stem and head.
+    assert compiler.with_matrices() <= 2 * 2 * 2 + 2
+
+
+class First(nn.Module):
+    def forward(self, streams):
+        return streams[0]
+
+
+@pytest.mark.parametrize("fuse", [rd.Fuse, First])
+@pytest.mark.parametrize("backward", ["reverse", "overlap", "checkpoint-overlap"])
+def test_compiled_functions_are_called_as_one_node_and_on_any_lane(backward, fuse, monkeypatch):
+    lanes = Recorded()
+    monkeypatch.setattr(Overlap, "_make_lanes", lambda self: lanes)
+    if backward != "reverse":
+        make = partial(Overlap, torch.device("cpu"))
+        monkeypatch.setattr(chain_module, "_make_overlap", lambda way, x: make())
+    called = []
+
+    def watched(node, *args):
+        assert not any(each() for each in called), "what an earlier one saved is still there"
+        called.append(weakref.ref(node))
+        return call_node(node, *args)
+
+    monkeypatch.setattr(call, "call_node", watched)
+    couplings = list(token_chain(6))[2:-2]
+    chain = rd.Chain([nn.Linear(6, 8), rd.Duplicate(), *couplings, fuse()], backward=backward)
+    chain = chain.double()
+    plain = copy.deepcopy(chain)
+    chain.compile(backend="aot_eager")
+    x = torch.randn(4, 5, 6).double()
+    for _ in range(2):
+        weigh(chain(x)).backward()
+        weigh(run_plainly(plain, x)).backward()
+    assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
+    assert len(called) >= 12
+    loss, true = weigh(chain(x)), weigh(run_plainly(plain, x))
+    called.clear()
+    for retain in (True, False):  # the engine must know that a graph is kept
+        assert not called
+        loss.backward(retain_graph=retain)
+        true.backward(retain_graph=retain)
+    assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
+
+
+def test_streams_may_be_wider_than_what_f_computes_in():
+    chain = token_chain(6, backward="reverse").float()
+    stored = copy.deepcopy(chain)
+    stored.backward = "store"
+    chain.compile(backend="aot_eager")
+    x = torch.randn(4, 5, 6)
+    for each in (chain, stored):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = each(x)
+        weigh(y).backward()
+    assert worst_error(gradients(chain), gradients(stored)) <= 2e-2

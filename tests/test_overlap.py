@@ -1,49 +1,27 @@
 """What runs beside what, on lanes that only keep a record; the same engine on the CPU."""
 
 import copy
-from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
+from lanes import Races, Recorded
 from networks import MLP, Attention, ConvNorm
 from oracle import gradients, run_plainly, weigh, worst_error
 from torch import nn
 
 import redivider as rd
 from redivider import chain as chain_module
-from redivider.overlap import MAIN, SIDE, Lanes, Overlap
-
-
-class Recorded(Lanes):
-    """Writes down who was given what, and what each of it comes after."""
-
-    def __init__(self):
-        self.lane = MAIN
-        self.known = [frozenset(), frozenset()]  # what a lane has behind it
-        self.after = {}  # by name: what it comes after
-        self.where = {}
-
-    @contextmanager
-    def on(self, lane):
-        before, self.lane = self.lane, lane
-        yield
-        self.lane = before
-
-    def mark(self, lane):
-        return self.known[lane]
-
-    def wait(self, lane, event):
-        self.known[lane] |= event
-
-    def note(self, name):
-        self.after[name] = self.known[self.lane]
-        self.known[self.lane] |= {name}
-        self.where[name] = self.lane
+from redivider.overlap import MAIN, SIDE, Overlap
+from redivider.row import Row
 
 
 class Job:
-    def __init__(self, number, lanes):
-        self.key, self.lanes = number, lanes
+    def __init__(self, number, lanes, is_bound=lambda number: True):
+        self.key, self.lanes, self.bound = number, lanes, is_bound(number)
+
+    def is_bound(self, prepared):
+        return self.bound
 
     def prepare(self):
         self.lanes.note(f"R{self.key}")
@@ -62,27 +40,41 @@ def no_callbacks(monkeypatch):
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
 
 
-def run(depth, lanes, cls=Overlap):
-    overlap = cls(torch.device("cpu"))
+def run(depth, lanes, is_bound):
+    overlap = Overlap(torch.device("cpu"))
     overlap._make_lanes = lambda: lanes
     grads = [torch.zeros(())]
     for number in reversed(range(depth)):
-        before = Job(number - 1, lanes) if number else None
-        grads = overlap.step(Job(number, lanes), before, grads)
+        before = Job(number - 1, lanes, is_bound) if number else None
+        grads = overlap.step(Job(number, lanes, is_bound), before, grads)
     return overlap, grads
 
 
+BOUND = {
+    "all": lambda number: True,
+    "none": lambda number: False,
+    "even": lambda number: number % 2 == 0,
+    "third": lambda number: number % 3 == 0,
+}
+
+
+@pytest.mark.parametrize("bound", BOUND)
 @pytest.mark.parametrize("depth", range(1, 10))
 @pytest.mark.usefixtures("no_callbacks")
-def test_what_needs_each_other_is_in_order_and_the_rest_is_not(depth):
+def test_what_needs_each_other_is_in_order_and_the_rest_is_not(depth, bound):
     lanes = Recorded()
-    overlap, grads = run(depth, lanes)
+    overlap, grads = run(depth, lanes, BOUND[bound])
     assert grads[0] == depth
     after, last = lanes.after, depth - 1
     assert sorted(after) == sorted(f"{kind}{i}" for i in range(depth) for kind in "RB")
     for i in range(depth):
         assert f"R{i}" in after[f"B{i}"]
-        assert lanes.where[f"R{i}"] == lanes.where[f"B{i}"] == (last - i) % 2
+        if bound == "all":  # the lanes take turns
+            assert lanes.where[f"R{i}"] == lanes.where[f"B{i}"] == (last - i) % 2
+        elif bound == "none":  # gradients on one, second runs on the other
+            assert lanes.where[f"B{i}"] == MAIN and (lanes.where[f"R{i}"] == SIDE or i == last)
+        elif BOUND[bound](i):
+            assert lanes.where[f"R{i}"] == lanes.where[f"B{i}"]
         if i < last:
             assert f"R{i + 1}" in after[f"R{i}"]
             assert f"B{i + 1}" in after[f"B{i}"]
@@ -138,6 +130,100 @@ def ahead(monkeypatch):
 
     monkeypatch.setattr(chain_module, "_make_overlap", make)
     return made
+
+
+class Whole(torch.autograd.Function):
+    """tanh(x w), as one node: what a compiled module is."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        y = torch.tanh(F.linear(x, w))
+        ctx.save_for_backward(x, w, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w, y = ctx.saved_tensors
+        dz = dy * (1 - y * y)
+        return dz @ w, dz.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class Node(nn.Linear):
+    def forward(self, x):
+        return Whole.apply(x, self.weight)
+
+
+def node_chain(depth, backward):
+    couplings = [rd.Coupling(Node(8, 8, bias=False)) for _ in range(depth)]
+    units = [nn.Linear(6, 8), rd.Duplicate(), *couplings, rd.Fuse(), nn.Linear(16, 3)]
+    return rd.Chain(units, backward=backward).double()
+
+
+def mixed_chain(depth, backward):
+    chain = token_chain(depth, backward)
+    for unit in list(chain)[3:-2:3]:
+        unit.f = Node(8, 8, bias=False).double()
+    return chain
+
+
+def forgetful_chain(depth, backward):
+    """Its functions do not save their input, so nothing but the engine holds it."""
+    couplings = [rd.Coupling(nn.Sequential(nn.Tanh(), nn.Linear(8, 8))) for _ in range(depth)]
+    units = [nn.Linear(6, 8), rd.Duplicate(), *couplings, rd.Fuse(), nn.Linear(16, 3)]
+    return rd.Chain(units, backward=backward).double()
+
+
+CHAINS = {
+    "token": lambda *args: token_chain(*args),
+    "node": node_chain,
+    "mixed": mixed_chain,
+    "forgetful": forgetful_chain,
+}
+
+
+@pytest.mark.parametrize("backward", ["overlap", "checkpoint-overlap"])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("kind", CHAINS)
+def test_no_lane_reads_too_early_or_takes_memory_that_the_other_one_uses(
+    monkeypatch, kind, depth, backward
+):
+    """Every operation of a step, as if each lane ran whenever it may."""
+    lanes = Recorded()
+    monkeypatch.setattr(Overlap, "_make_lanes", lambda self: lanes)
+    monkeypatch.setattr(chain_module, "_make_overlap", lambda way, x: Overlap(torch.device("cpu")))
+    chain = CHAINS[kind](depth, backward)
+    plain = copy.deepcopy(chain)
+    for each in chain.parameters():
+        each.register_hook(lambda grad: grad * 1)  # takes memory between two units
+    x = torch.randn(4, 5, 6).double()
+    races = Races(lanes)
+    rows = []
+    enter = Row.enter
+    monkeypatch.setattr(
+        Row, "enter", lambda row, *a, **k: (rows.append(row), enter(row, *a, **k))[1]
+    )
+    for _ in range(2):  # gradients add up
+        torch.manual_seed(1)
+        with races:
+            loss = weigh(chain(x))
+            loss.backward()
+        assert all(row._lent is None for row in rows), "let go though the loss lives"
+        torch.manual_seed(1)
+        weigh(run_plainly(plain, x)).backward()
+    assert not races.found
+    assert depth == 1 or {lanes.where[each] for each in lanes.where} == {MAIN, SIDE}
+    assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
+
+
+def test_a_node_that_is_needed_again_is_left_to_autograd(ahead):
+    chain = node_chain(4, "overlap")
+    plain = copy.deepcopy(chain)
+    x = torch.randn(4, 5, 6).double()
+    loss, true = weigh(chain(x)), weigh(run_plainly(plain, x))
+    for retain in (True, False):
+        loss.backward(retain_graph=retain)
+        true.backward(retain_graph=retain)
+    assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
 
 
 def token_chain(depth, backward, dropout=0.2):

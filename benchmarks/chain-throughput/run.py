@@ -11,8 +11,6 @@ float32. All methods of one setting take turns, so that ratios are of one time.
 import argparse
 import gc
 import json
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peers import Step, peer_steps
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -49,7 +48,6 @@ METHODS = (
 )
 HOWS = ("eager", "compiled", "captured", "captured+compiled")
 MIB = 2**20
-Step = Callable[[], Tensor]
 
 
 class Checkpointed(torch.nn.Module):
@@ -126,79 +124,71 @@ class Network:
         return loss
 
 
-def peer_step(path: str, setting: str, fast: bool) -> Step:
-    """A step of minREV's own code on its own model, fp16 autocast inside, as it is written."""
-    sys.path.insert(0, path)
-    from fast_rev import FastRevViT  # type: ignore[import-not-found]
-    from rev import RevViT  # type: ignore[import-not-found]
-
-    name, options, batch = SETTINGS[setting]
-    made = resolve(name, **options)[1]
-    kind = FastRevViT if fast else RevViT
-    model = kind(
-        embed_dim=made.width,
-        n_head=made.heads,
-        depth=made.depth,
-        patch_size=(16, 16),
-        image_size=(224, 224),
-        num_classes=1000,
-        enable_amp=True,
-    ).cuda()
-    x = torch.randn(batch, 3, 224, 224, device="cuda")
-    target = torch.randint(1000, (batch,), device="cuda")
-
-    def step() -> Tensor:
-        model.zero_grad()
-        loss = F.cross_entropy(model(x), target)
-        loss.backward()
-        return loss
-
-    return step
-
-
-def measure(setting: str, how: str, methods: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Time all methods in turn; return a row for each."""
-    rows, steps = [], {}
+def measure(
+    setting: str, compiled: bool, hows: list[str], methods: list[str], rounds: int
+) -> list[dict[str, Any]]:
+    """Time all methods in turn, called and then captured; return a row for each."""
+    networks = {}
+    rows: list[dict[str, Any]] = []
+    steps: dict[str, dict[str, Step]] = {how: {} for how in hows if ("compiled" in how) == compiled}
     for method in methods:
-        gc.collect()
-        torch.cuda.empty_cache()
-        begun = time.perf_counter()
-        network = Network(setting, method, "compiled" in how)
-        for _ in range(10 if method == "auto" and "captured" not in how else 3):
-            network.step()
-            torch.cuda.synchronize()
-        row: dict[str, Any] = {"setting": setting, "how": how, "method": method}
-        base = torch.cuda.memory_allocated() - sum(p.nbytes for p in network.parameters)
-        torch.cuda.reset_peak_memory_stats()
-        network.step()
-        row["allocated"] = torch.cuda.max_memory_allocated() - base
-        if how == "eager":
-            with FlopCounterMode(display=False) as counter:
-                network.step()
-            row["gflop"] = counter.get_total_flops() / 1e9
-        if "captured" in how:
-            for each in network.parameters:
-                each.grad = None
-            gc.collect()
-            torch.cuda.empty_cache()
-            reserved = torch.cuda.memory_reserved()
-            captured = rd.capture(
-                lambda _, network=network: network.step(), torch.zeros((), device="cuda")
-            )
-            torch.cuda.empty_cache()
-            row["reserved"] = torch.cuda.memory_reserved() - reserved
-            steps[method] = captured._graph.replay
-        else:
-            steps[method] = network.step
-        row["prepared_s"] = time.perf_counter() - begun
-        row["network"] = network  # alive until all are timed
-        rows.append(row)
-    times = take_turns(steps, rounds)
+        networks[method] = network = Network(setting, method, compiled)
+        for how, found in steps.items():
+            row, found[method] = _prepare(network, how, method)
+            rows.append({"setting": setting, "how": how, "method": method, **row})
+    times = {how: take_turns(found, rounds) for how, found in steps.items()}
     for row in rows:
-        del row["network"]
-        row["ms"] = median(times[row["method"]])
-        ordered = sorted(times[row["method"]])
+        ordered = sorted(times[row["how"]][row["method"]])
+        row["ms"] = median(ordered)
         row["quartiles"] = [ordered[rounds // 4], ordered[3 * rounds // 4]]
+    return rows
+
+
+def _prepare(network: Network, how: str, method: str) -> tuple[dict[str, Any], Step]:
+    """Warm up or capture; return what of memory and work there is to tell, and the step."""
+    row: dict[str, Any] = {}
+    _let_go(network)
+    if "captured" in how:
+        reserved = torch.cuda.memory_reserved()
+        nothing = torch.zeros((), device="cuda")
+        captured = rd.capture(lambda _: network.step(), nothing)
+        torch.cuda.empty_cache()
+        row["reserved"] = torch.cuda.memory_reserved() - reserved
+        return row, lambda: captured(nothing)
+    for _ in range(10 if method == "auto" else 3):
+        network.step()
+        torch.cuda.synchronize()
+    _let_go(network)
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    network.step()
+    row["allocated"] = torch.cuda.max_memory_allocated() - base
+    if how == "eager":
+        with FlopCounterMode(display=False) as counter:
+            network.step()
+        row["gflop"] = counter.get_total_flops() / 1e9
+    return row, network.step
+
+
+def _let_go(network: Network) -> None:
+    """Free what can be freed: every method pays for its own libraries' workspaces."""
+    for each in network.parameters:
+        each.grad = None
+    torch._C._cuda_clearCublasWorkspaces()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def measure_depths(methods: list[str]) -> list[dict[str, Any]]:
+    """Peak allocated memory of an eager step of S/16 by depth, without gradients."""
+    rows = []
+    for depth in (12, 24, 48, 96):
+        SETTINGS[f"S{depth}/16"] = ("rev_vit_small", {"depth": depth}, 16)
+        for method in methods:
+            network = Network(f"S{depth}/16", method, compiled=False)
+            row, _ = _prepare(network, "compiled", method)  # nothing to count
+            row["activations"] = row["allocated"] - sum(each.nbytes for each in network.parameters)
+            rows.append({"setting": f"S{depth}/16", "how": "depth", "method": method, **row})
     return rows
 
 
@@ -221,10 +211,10 @@ def take_turns(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
 def show(rows: list[dict[str, Any]]) -> None:
     """Print a row for each method."""
     for row in rows:
-        memory = row.get("reserved", row.get("allocated", 0)) / MIB
-        kind = "reserved" if "reserved" in row else "allocated"
+        kind = next((each for each in ("reserved", "activations", "allocated") if each in row), "")
+        memory = row.get(kind, 0) / MIB
         print(
-            f"| {row['setting']} | {row['how']} | {row['method']} | {row['ms']:.2f} "
+            f"| {row['setting']} | {row['how']} | {row['method']} | {row.get('ms', 0):.2f} "
             f"| {memory:,.0f} {kind} | {row.get('gflop', 0):,.0f} |",
             flush=True,
         )
@@ -237,35 +227,34 @@ def main() -> None:
     parser.add_argument("--hows", nargs="*", default=list(HOWS))
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--peer-path")
+    parser.add_argument("--depths", action="store_true", help="memory at 12 to 96 layers, too")
+    parser.add_argument("--peers", nargs="*", default=["S/16", "B/64"], help="settings with peers")
+    parser.add_argument("--peer-path", help="a clone of minREV; others are used if installed")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.rounds} rounds")
     found: list[dict[str, Any]] = []
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        show(rows)
+        found.extend(rows)
+        if given.out:
+            given.out.write_text(json.dumps(found, indent=1))
+
+    if given.depths:
+        keep(measure_depths([each for each in given.methods if each != "auto"]))
     for setting in given.only:
-        for how in given.hows:
-            rows = measure(setting, how, given.methods, given.rounds)
-            show(rows)
-            found += rows
-            if given.out:
-                given.out.write_text(json.dumps(found, indent=1))
-        if given.peer_path and setting in ("S/16", "B/64"):
-            peers = {
-                f"minREV {'PaReprop' if fast else 'reversible'}": fast for fast in (False, True)
-            }
-            steps = {
-                name: peer_step(given.peer_path, setting, fast) for name, fast in peers.items()
-            }
-            times = take_turns(steps, given.rounds)
+        for compiled in (False, True):
+            keep(measure(setting, compiled, given.hows, given.methods, given.rounds))
+        model, options, batch = SETTINGS[setting]
+        if "vit" in model and setting in given.peers:
+            times = take_turns(peer_steps(model, options, batch, given.peer_path), given.rounds)
             rows = [
                 {"setting": setting, "how": "eager", "method": name, "ms": median(each)}
                 for name, each in times.items()
             ]
-            show(rows)
-            found += rows
+            keep(rows)
         torch._dynamo.reset()
-    if given.out:
-        given.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

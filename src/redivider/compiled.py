@@ -29,9 +29,11 @@ def compile_units(units: Iterable[nn.Module], **options: Any) -> None:
             if any(True for _ in module.parameters()):
                 kind = _kind(module)
                 if kind not in runs:
-                    runs[kind] = torch.compile(_new_run(), **options)
+                    runs[kind] = [
+                        torch.compile(_own(each), **options) for each in (_run, _run_joint)
+                    ]
                 # What nn.Module.compile() sets, too.
-                module._compiled_call_impl = _Compiled(module, runs[kind])
+                module._compiled_call_impl = _Compiled(module, *runs[kind])
 
 
 class CompiledArithmetic(Arithmetic):
@@ -70,13 +72,22 @@ class CompiledArithmetic(Arithmetic):
 
 
 class _Compiled:
-    def __init__(self, module: nn.Module, run: Any) -> None:
-        self._module, self._run = module, run
+    def __init__(self, module: nn.Module, run: Any, joint: Any) -> None:
+        self._module, self._run, self._joint = module, run, joint
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) > 1 and isinstance(self._module, Coupling):  # in the row of a chain
             return self._module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         return self._run(self._module, *args, **kwargs)
+
+    def run_joint(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Evaluate a coupling's f at `a`; give what it is, and stand-ins for `c` and `a`.
+
+        These hold no numbers. Gradients that enter the graph by them meet there, in the kernels
+        that the backward of f has anyway.
+        """
+        found: tuple[Tensor, Tensor, Tensor] = self._joint(self._module, *args, **kwargs)
+        return found
 
 
 def _run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -84,13 +95,32 @@ def _run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
+def _run_joint(module: nn.Module, a: Tensor, /, **side: Any) -> tuple[Tensor, Tensor, Tensor]:
+    # Taking r from a stream is no part of it: compiled together they would not round r, as the
+    # forward does, which adds it to the stream as it is here.
+    r = module._call_impl(a, **side)  # type: ignore[no-untyped-call]
+    return r.detach(), *_StandIns.apply(r, a)  # type: ignore[no-untyped-call]
+
+
+class _StandIns(torch.autograd.Function):
+    """Two tensors without numbers, by which gradients of `c` and `a` enter the graph of f."""
+
+    @staticmethod
+    def forward(ctx: Any, r: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(a), torch.empty_like(a)
+
+    @staticmethod
+    def backward(ctx: Any, dc: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
+        return dc, da  # autograd gives the first one r's dtype
+
+
 _numbers = count()
 
 
-def _new_run() -> FunctionType:
-    """A copy of _run with code of its own: graphs are cached by code, and limited in number."""
-    code = _run.__code__.replace(co_name=f"run_kind_{next(_numbers)}")
-    return FunctionType(code, _run.__globals__, code.co_name)
+def _own(function: Any) -> FunctionType:
+    """A copy with code of its own: graphs are cached by code, and limited in number."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_kind_{next(_numbers)}")
+    return FunctionType(code, function.__globals__, code.co_name)
 
 
 def _kind(module: nn.Module) -> Any:

@@ -88,9 +88,21 @@ class Recovered(NamedTuple):
     b: Tensor | None
     """The second input stream in stored form, where it was asked for."""
     run: GraphRun
+    joined: bool = False
+    """Whether the gradient of `a` passes through the run as well, and is added there."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether `pull_back` runs on the current CUDA stream, and not on that of the run."""
+        return self.run.is_free
 
     def pull_back(self, dc: Tensor | None, da: Tensor | None) -> list[Tensor | None]:
         """Give the gradients of (a, b), then of f's other tensors, from those of (c, a)."""
+        if self.joined:
+            if da is None and dc is not None:
+                da = torch.zeros_like(dc)
+            sum_a, *others = self.run.pull_back([dc, da])
+            return [sum_a, dc, *others]
         through_f, *others = self.run.pull_back([dc])
         if through_f is not None:
             da = through_f if da is None else da + through_f
@@ -106,8 +118,15 @@ def recover(
     arithmetic: Arithmetic,
 ) -> Recovered:
     """Evaluate f once, at `tensors` (`a` in its real form first), and undo its addition to `c`."""
-    run = call.rerun(tensors, needs, record)
-    return Recovered(None if c is None else arithmetic.subtract(c, run.output), run)
+    joint = getattr(getattr(call.module, "_compiled_call_impl", None), "run_joint", None)
+    if joint is None or arithmetic.exact:  # which needs the kernels of the forward
+        run = call.rerun(tensors, needs, record)
+        r = run.output
+    else:
+        run = call.rerun(tensors, needs, record, joint)
+        r, run = run.without_first()
+    b = None if c is None else arithmetic.subtract(c, r)
+    return Recovered(b, run, joined=run.output is not r)
 
 
 def verify_streams(streams: Any) -> Streams:

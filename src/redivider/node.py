@@ -140,6 +140,9 @@ class _Job:
         with naming(self.key.name):
             return self.key.prepare(_saved(self._ctx), self._needs, flows=flows)
 
+    def is_bound(self, prepared: Any) -> bool:
+        return prepared is not None and not prepared.is_free
+
     def finish(self, prepared: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         with naming(self.key.name):
             found: list[Tensor | None] = self.key.finish(prepared, self._needs, grads)

@@ -33,6 +33,9 @@ class Job(Protocol):
     def prepare(self) -> Any:
         """R: run the unit again."""
 
+    def is_bound(self, prepared: Any) -> bool:
+        """Whether B must run where R ran."""
+
     def finish(self, prepared: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """B: pull gradients back."""
 
@@ -104,7 +107,7 @@ class Overlap:
         ready = self._ready.pop(this.key, None)
         if ready is None:
             ready = self._begin(this)
-        lanes, own = self._lanes, ready.lane
+        lanes, own = self._lanes, ready.lane if this.is_bound(ready.prepared) else MAIN
         arrived = lanes.mark(MAIN)  # the gradients; what is prepared on this lane comes behind
         if before is not None:
             # The side lane also waits for what autograd has done on the main one since the last
@@ -113,6 +116,8 @@ class Overlap:
         if own == SIDE:
             lanes.wait(SIDE, arrived)
             self._held.clear()  # their readers on the other lane came before `arrived`
+        elif ready.lane == SIDE:
+            lanes.wait(MAIN, ready.event)
         try:
             with lanes.on(own):
                 found = this.finish(ready.prepared, grads)

@@ -5,7 +5,7 @@ leaves their hooks would fire inside, and once more when the gradient arrives wh
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from threading import RLock
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from redivider.errors import UnitError
 from redivider.replay.anatomy import Anatomy
 from redivider.replay.autocast import uncached_casts
+from redivider.replay.compiled_node import Root, call_node, find_compiled_node
 from redivider.replay.record import Record
 from redivider.replay.weights import count_fused_steps
 
@@ -93,7 +94,7 @@ class Call:
             _explaining_writes(),
         ):
             leaves = self._leaves(tensors, needs)
-            output = self._run(leaves)
+            output = self._run(leaves, self.module)
         _verify_unwritten(tensors, versions)
         if self.module not in _verified:
             _verify_unsharded(self.modules)
@@ -101,11 +102,20 @@ class Call:
         _verified.add(self.module)
         return GraphRun(leaves, output), record
 
-    def rerun(self, tensors: Sequence[Tensor], needs: Sequence[bool], record: Record) -> "GraphRun":
-        """Run the module again, with its graph, on leaves made of these tensors."""
+    def rerun(
+        self,
+        tensors: Sequence[Tensor],
+        needs: Sequence[bool],
+        record: Record,
+        run: Callable[..., Any] | None = None,
+    ) -> "GraphRun":
+        """Run the module again, with its graph, on leaves made of these tensors.
+
+        Given `run`, that is called with the arguments, and runs the module with more around it.
+        """
         with _one_at_a_time, record.again(), torch.enable_grad():
             leaves = self._leaves(tensors, needs)
-            output = self._run(leaves)
+            output = self._run(leaves, run or self.module)
         _verify_leaves(output, leaves)
         return GraphRun(leaves, output)
 
@@ -127,11 +137,11 @@ class Call:
         num_arguments = len(leaves) - len(self._anatomy.parameters)
         return [leaf.view_as(leaf) for leaf in leaves[:num_arguments]] + leaves[num_arguments:]
 
-    def _run(self, tensors: Sequence[Tensor]) -> Any:
+    def _run(self, tensors: Sequence[Tensor], run: Callable[..., Any]) -> Any:
         args, kwargs = self._arguments(tensors)
         parameters = tensors[len(tensors) - len(self._anatomy.parameters) :]
         with self._anatomy.substituted(parameters):
-            return self.module(*args, **kwargs)
+            return run(*args, **kwargs)
 
     def _arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         following = iter(tensors)
@@ -146,21 +156,40 @@ class GraphRun:
     def __init__(self, leaves: list[Tensor], output: Any) -> None:
         self.leaves = leaves
         self.output = output
+        tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        self._roots = [Root(each) for each in tensors]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether `pull_back` runs on the current CUDA stream, and not on that of this run.
+
+        Autograd goes back to the stream of this run. A compiled module has one node alone, which
+        can be called without it.
+        """
+        return find_compiled_node(self._roots, self.leaves) is not None
+
+    def without_first(self) -> tuple[Tensor, "GraphRun"]:
+        """The first output alone, and the same run whose other outputs have left their memory."""
+        rest = GraphRun(self.leaves, None)
+        rest._roots = self._roots[1:]
+        return self.output[0], rest
 
     def pull_back(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Turn the gradients of the output's tensors into those of the leaves; frees the graph."""
-        outputs = [each for each in tree_leaves(self.output) if isinstance(each, Tensor)]
+        node = find_compiled_node(self._roots, self.leaves)
+        if node is not None and all(grad is not None for grad in grads):
+            return call_node(node, self._roots, grads, self.leaves)
         pairs = [
-            (output, grad.to(output.dtype))
-            for output, grad in zip(outputs, grads, strict=True)
-            if grad is not None and output.requires_grad
+            (root.edge, grad.to(root.dtype))
+            for root, grad in zip(self._roots, grads, strict=True)
+            if grad is not None and root.edge is not None
         ]
         wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
         if not pairs or not wanted:
             return [None] * len(self.leaves)
         found = iter(
             torch.autograd.grad(
-                [output for output, _ in pairs],
+                [edge for edge, _ in pairs],
                 wanted,
                 [grad for _, grad in pairs],
                 allow_unused=True,

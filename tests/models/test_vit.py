@@ -1,0 +1,52 @@
+"""What is ViT's own: patches."""
+
+import pytest
+import torch
+
+from redivider.models.vit import Options, Patches
+
+
+@pytest.fixture
+def patches():
+    options = Options(image_size=12, patch_size=4, in_channels=3, width=10, depth=1, heads=2)
+    return Patches(options).double()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_patches_are_a_convolution(patches, layout):
+    x = torch.randn(5, 3, 12, 12).double().to(memory_format=layout).requires_grad_()
+    weights = torch.randn(5, 9, 10).double()
+    found = []
+    for tokens in (patches(x), patches.conv(x).flatten(2).transpose(1, 2)):
+        wanted = [x, patches.conv.weight, patches.conv.bias]
+        found.append((tokens, *torch.autograd.grad((tokens * weights).sum(), wanted)))
+    for one, other in zip(*found, strict=True):
+        assert one.shape == other.shape
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+    assert found[0][0].is_contiguous()
+    assert torch.autograd.gradcheck(patches, (x[:1].detach().requires_grad_(),))
+
+
+def test_patches_under_autocast_have_float_gradients(patches):
+    patches = patches.float()
+    x = torch.randn(5, 3, 12, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = patches(x)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16 and patches.conv.weight.grad.dtype == torch.float32
+    whole = x.unflatten(3, (3, 4)).unflatten(2, (3, 4)).sum((0, 2, 4))
+    assert torch.allclose(patches.conv.weight.grad[0], whole, rtol=2e-2, atol=0.2)
+
+
+def test_patches_save_no_copy_of_the_image(patches):
+    x = torch.randn(8, 3, 12, 12).double()
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        patches(x)
+    own = {x.untyped_storage().data_ptr(), patches.conv.weight.untyped_storage().data_ptr()}
+    assert set(saved) <= own
