@@ -12,13 +12,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib import ticker
 
 COLOURS = {
     "store": "tab:gray",
     "torch checkpoint": "tab:orange",
     "reverse": "tab:blue",
     "overlap": "tab:red",
-    "auto": "tab:purple",
 }
 
 
@@ -42,7 +42,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                     label=row["method"],
                     s=60,
                 )
-        axis.set(title=setting, xscale="log", ylim=(0, None))
+        top = axis.get_ylim()[1]
+        axis.set(title=setting, xscale="log", ylim=(0, 1.1 * top))
+        axis.margins(x=0.15)
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.grid(alpha=0.3)
     for axis in axes[-1]:
         axis.set_xlabel("reserved memory (MiB)")
