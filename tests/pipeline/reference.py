@@ -24,7 +24,19 @@ METHODS = {
 
 
 class Reference:
-    def __init__(self, units, cut, *, loss, method, accumulate, latency, optimizer, lr_lambda=None):
+    def __init__(
+        self,
+        units,
+        cut,
+        *,
+        loss,
+        method,
+        accumulate,
+        latency,
+        optimizer,
+        lr_lambda=None,
+        lookahead=None,
+    ):
         self.units = copy.deepcopy(list(units))
         self.J, self.k, self.latency, self.loss = len(cut), accumulate, latency, loss
         starts = [sum(cut[:j]) for j in range(len(cut))]
@@ -37,6 +49,7 @@ class Reference:
                 self.optimizers[j] = optimizer(parameters)
         self.rates = {j: o.param_groups[0]["lr"] for j, o in self.optimizers.items()}
         self.lr_lambda = lr_lambda or (lambda update: 1.0)
+        self.lookahead = lookahead
         self.reset()
         self.sums = [defaultdict(float) for _ in cut]
         self.counts, self.updates = [0] * self.J, [0] * self.J
@@ -45,6 +58,7 @@ class Reference:
     def reset(self):
         self.t, self.batches = 0, []
         self.weights = []  # [tick][unit]
+        self.used = {}  # [n, unit]: the weights of its forward
         self.inputs = {}  # [n, unit]: what the unit was given in its forward
         self.outputs = {}  # [n, j]: what stage j gave in its forward
         self.back = {}  # [n, j]: (output of stage j as rebuilt above, gradient of it)
@@ -60,9 +74,10 @@ class Reference:
             n = t - self.latency * j
             if 0 <= n < len(self.batches):
                 x = self.batches[n][0] if j == 0 else self.outputs[n, j - 1]
+                weights = self.look_ahead(j, n) if self.lookahead else self.weights[t]
                 for u in self.stages[j]:
-                    self.inputs[n, u] = x
-                    x = _run(self.units[u], self.weights[t][u], x)
+                    self.inputs[n, u], self.used[n, u] = x, weights[u]
+                    x = _run(self.units[u], weights[u], x)
                 self.outputs[n, j] = _detach(x)
                 if j == last:
                     leaves = _leaves(x)
@@ -78,17 +93,37 @@ class Reference:
                 self.update(j)
         self.t += 1
 
+    def look_ahead(self, j, n):
+        """The stage's weights after the updates that come before the backward of n.
+
+        A copy of the optimizer makes them, with gradients of zero and no weight decay.
+        """
+        units = {u: self.units[u] for u in self.stages[j]}
+        units, optimizer = copy.deepcopy((units, self.optimizers.get(j)))
+        earlier = sum((m, j - 1) not in self.back for m in range(n))  # they come back before it
+        for i in range((self.counts[j] + earlier) // self.k if optimizer else 0):
+            for group in optimizer.param_groups:
+                group["lr"] = self.rates[j] * self.lr_lambda(self.updates[j] + i)
+                group["weight_decay"] = 0.0
+                for each in group["params"]:
+                    each.grad = torch.zeros_like(each)
+            optimizer.step()
+        return {
+            u: {n: p.detach() for n, p in _inner(each).named_parameters()}
+            for u, each in units.items()
+        }
+
     def take_back(self, j, n):
         now = self.t
-        then = n + self.latency * j
         value, grads = self.back[n, j]
         for u in reversed(self.stages[j]):
             unit = self.units[u]
-            weights = self.weights[now if self.gradient_by == "now" else then][u]
+            then = self.used[n, u]
+            weights = self.weights[now][u] if self.gradient_by == "now" else then
             x = self.inputs[n, u]
             if isinstance(unit, rd.Coupling) and self.inverse_by is not None:
                 c, a = value
-                inverse = self.weights[now if self.inverse_by == "now" else then][u]
+                inverse = self.weights[now][u] if self.inverse_by == "now" else then
                 x = (a, c - functional_call(unit.f, inverse, (a,)).detach())
             leaves, named = _leaves(x), {k: w.clone().requires_grad_() for k, w in weights.items()}
             y = _tuple(_run(unit, named, leaves))

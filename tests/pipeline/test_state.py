@@ -113,6 +113,9 @@ def test_the_next_50_ticks_are_equal_to_the_last_bit(method, at, tmp_path):
         {"latency": 3},
         {"accumulate": 1},
         {"clip_norm": 0.1, "clip_over": "all"},
+        {"lookahead": "momentum"},
+        {"lookahead": "momentum", "method": "delayed-graph", "accumulate": 1},
+        {"lookahead": "momentum", "method": "approximate-input", "arithmetic": "fixed"},
     ],
 )
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

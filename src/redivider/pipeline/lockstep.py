@@ -8,7 +8,7 @@ is tick.py's.
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,10 +21,12 @@ from redivider.arithmetic import Arithmetic, resolve_arithmetic
 from redivider.chain import Chain
 from redivider.errors import naming
 from redivider.pipeline.cut import units_of
+from redivider.pipeline.lookahead import LOOKAHEADS, verify_lookahead
 from redivider.pipeline.loss import Loss
 from redivider.pipeline.memory import resolve_method
 from redivider.pipeline.place import group_units, place_units, resolve_cut, verify_unshared
-from redivider.pipeline.stage import Clip, Message, Stage
+from redivider.pipeline.probe import Probe
+from redivider.pipeline.stage import Ahead, Clip, Message, Stage
 from redivider.pipeline.state import StateError, read_state, write_state
 from redivider.pipeline.tick import Action, actions, delay, num_ticks
 from redivider.pipeline.unit import Flow
@@ -67,6 +69,9 @@ class Pipeline:
         accumulate: Backward passes per update; their gradients are averaged.
         lr_lambda: Factor of the learning rate by the number of a stage's update.
         latency: Ticks that a message travels between neighbouring stages.
+        lookahead: "momentum" for forwards by the weights that momentum predicts for the time of
+            the backward (SGD with momentum, Adam, AdamW); takes a copy of the weights of every
+            stage but the last.
         arithmetic: "float" or "fixed", as for a chain.
         clip_norm: Largest norm of a stage's gradient; None for no clipping.
         clip_over: "stage", or "all": with the other stages' norms at their last updates.
@@ -86,6 +91,7 @@ class Pipeline:
         accumulate: int = 1,
         lr_lambda: Callable[[int], float] | None = None,
         latency: int = 1,
+        lookahead: Literal["momentum"] | None = None,
         arithmetic: str | Arithmetic = "float",
         clip_norm: float | None = None,
         clip_over: Literal["stage", "all"] = "stage",
@@ -98,6 +104,8 @@ class Pipeline:
             )
         if clip_over not in ("stage", "all"):
             raise ValueError(f'clip_over must be "stage" or "all", got {clip_over!r}')
+        if lookahead not in LOOKAHEADS:
+            raise ValueError(f'lookahead must be None or "momentum", got {lookahead!r}')
         units = units_of(model)
         self.method = resolve_method(method)
         self.accumulate = accumulate
@@ -105,7 +113,8 @@ class Pipeline:
         self.seed = torch.initial_seed() if seed is None else seed
         self.arithmetic = resolve_arithmetic(arithmetic)
         self.cut, self.balance = resolve_cut(units, stages, example)
-        self._lr_lambda = lr_lambda
+        self.lookahead = lookahead
+        self._factor = lr_lambda or (lambda update: 1.0)
         self._clip = None if clip_norm is None else Clip(clip_norm, clip_over)
         self._chain = Chain(units.values(), backward="store", arithmetic=self.arithmetic)
         self._units = place_units(units, self.cut, self.method, self.arithmetic, self.seed)
@@ -117,6 +126,9 @@ class Pipeline:
             stage.module.zero_grad()  # what was left would count as a first backward pass
             if any(each.requires_grad for each in stage.module.parameters()):
                 stage.optimizer = optimizer(stage.module)
+                if lookahead:
+                    verify_lookahead(stage.optimizer)
+                    stage.ahead = Ahead(accumulate, self._factor)
         self._tick = 0  # since the pipeline was last empty
         self._first = 0  # the micro-batch that entered at tick 0
         self._entered = 0  # micro-batches since then
@@ -124,6 +136,7 @@ class Pipeline:
         self._up: list[dict[int, Message]] = [{} for _ in self.stages]
         self._down: list[dict[int, Message]] = [{} for _ in self.stages]
         self._stopped: str | None = None
+        self._probe: Probe | None = None
         self.observer: Callable[[Action, float], None] | None = None
         """Told of every action when it is done, with the time at which it began."""
         logger.info("%s", self)
@@ -135,7 +148,9 @@ class Pipeline:
         n = self._first + self._entered
         first = tree_leaves(x)[0]
         autocast = Autocast(first.device)
-        self._up[0][n] = Message(n, Flow(x), autocast, side, target)
+        message = self._up[0][n] = Message(n, Flow(x), autocast, side, target)
+        if self._probe is not None:
+            self._probe.enter(message)
         self._entered += 1
         return self._run_tick()
 
@@ -165,6 +180,17 @@ class Pipeline:
         finally:
             for module, flag in flags:
                 module.training = flag
+
+    def probe(self, every: int = 100) -> Probe:
+        """From now on, measure the gradients of every so many micro-batches, stage by stage.
+
+        probe = pipe.probe(every=200)
+        ...  # train
+        print(probe)
+        probe.plot("quality.png")
+        """
+        self._probe = Probe(self.stages, self._loss, self.arithmetic, every)
+        return self._probe
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next ticks depend on, copied: all that is in flight, too."""
@@ -204,6 +230,8 @@ class Pipeline:
         self._tick, self._first = state["tick"], state["first"]
         self._entered = state["entered"]
         self._stopped = None
+        if self._probe is not None:
+            self._probe.forget()
 
     def save(self, folder: str | Path) -> None:
         """Write the state to a folder: safetensors (a package to install) and a manifest."""
@@ -224,7 +252,8 @@ class Pipeline:
         return (
             f"Pipeline({self.method.name}: {sum(self.cut)} units in {len(self.cut)} stages, "
             f"stages={self.cut}, balance {self.balance:.2f} of {len(self.cut)}, "
-            f"accumulate={self.accumulate}, latency={self.latency})"
+            f"accumulate={self.accumulate}, latency={self.latency}"
+            + (f", lookahead={self.lookahead!r})" if self.lookahead else ")")
         )
 
     def _run_tick(self) -> Tick:
@@ -245,7 +274,12 @@ class Pipeline:
         return result
 
     def _forward(self, j: int, n: int) -> Tick | None:
-        message = self.stages[j].run_forward(self._up[j].pop(n))
+        stage, message = self.stages[j], self._up[j].pop(n)
+        if self._probe is None:
+            message = stage.run_forward(message)
+        else:
+            with self._probe.watching_forward(stage, n) as seen:
+                message = seen["sent"] = stage.run_forward(message)
         if j + 1 < len(self.stages):
             self._up[j + 1][n] = message
             return None
@@ -254,7 +288,12 @@ class Pipeline:
         return Tick(n, loss, aux)
 
     def _backward(self, j: int, n: int) -> None:
-        message = self.stages[j].run_backward(self._down[j].pop(n))
+        stage, message = self.stages[j], self._down[j].pop(n)
+        watching = (
+            nullcontext() if self._probe is None else self._probe.watching_backward(stage, message)
+        )
+        with watching:
+            message = stage.run_backward(message)
         if j > 0:
             self._down[j - 1][n] = message
 
@@ -262,8 +301,7 @@ class Pipeline:
         norms = [stage.norm for stage in self.stages]  # as known when the tick began
         for stage in stages:
             others = [norm for j, norm in enumerate(norms) if j != stage.index]
-            factor = 1.0 if self._lr_lambda is None else self._lr_lambda(stage.num_updates)
-            stage.update(factor, self._clip, others)
+            stage.update(self._factor(stage.num_updates), self._clip, others)
 
     def _configuration(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""
@@ -272,6 +310,7 @@ class Pipeline:
             "method": self.method.name,
             "accumulate": self.accumulate,
             "latency": self.latency,
+            "lookahead": self.lookahead,
             "seed": self.seed,
             "arithmetic": str(self.arithmetic),
         }

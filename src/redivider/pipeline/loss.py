@@ -11,7 +11,7 @@ from redivider.arithmetic import Arithmetic
 from redivider.errors import UnitError
 from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.unit import Flow, accumulate
-from redivider.replay import Call, Record
+from redivider.replay import Call, GraphRun, Record
 from redivider.replay.random import Seeded, mix_seeds
 
 
@@ -52,6 +52,29 @@ class Loss:
 
     def run(self, message: Message, arithmetic: Arithmetic) -> tuple[Message, Tensor, Any]:
         """Turn the model's output into the loss, and its gradient into a message downwards."""
+        run, num_values = self._run(message, arithmetic, Call.only_run)
+        loss, aux = _parted(run.output)
+        n, flow = message.microbatch, message.flow
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss of micro-batch {n} is {loss.item()}; no update was done with it"
+            )
+        grads = _pull_back(run, loss)
+        parameters = list(self.module.parameters())
+        accumulate(parameters, grads[len(grads) - len(parameters) :])
+        below = flow if flow.dtype is not None else Flow(None)
+        down = Message(n, below, message.autocast, message.side, grads=grads[:num_values])
+        return down, loss.detach(), tree_map_only(Tensor, Tensor.detach, aux)
+
+    def trace(self, message: Message, arithmetic: Arithmetic) -> list[Tensor | None]:
+        """The gradients of the model's output, and nothing else."""
+        run, num_values = self._run(message, arithmetic, Call.rerun)
+        return _pull_back(run, _parted(run.output)[0])[:num_values]
+
+    def _run(
+        self, message: Message, arithmetic: Arithmetic, how: Callable[..., Any]
+    ) -> tuple[GraphRun, int]:
+        """Run the loss with its graph; return also how many tensors the model's output has."""
         n, flow = message.microbatch, message.flow
         output = (
             flow.value
@@ -66,18 +89,14 @@ class Loss:
         needs += [each.requires_grad for each in parameters]
         randomness = Seeded(mix_seeds(self._seed, n, self._index), values[0].device)
         record = Record(call.modules, values[0].device, randomness=randomness)
-        run, _ = call.only_run(tensors, needs, record=record)
-        loss, aux = _parted(run.output)
-        if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss of micro-batch {n} is {loss.item()}; no update was done with it"
-            )
-        others = len([each for each in tree_leaves(run.output) if isinstance(each, Tensor)]) - 1
-        grads = run.pull_back([torch.ones_like(loss), *[None] * others])
-        accumulate(parameters, grads[len(grads) - len(parameters) :])
-        below = flow if flow.dtype is not None else Flow(None)
-        down = Message(n, below, message.autocast, message.side, grads=grads[: len(values)])
-        return down, loss.detach(), tree_map_only(Tensor, Tensor.detach, aux)
+        found = how(call, tensors, needs, record=record)
+        run: GraphRun = found[0] if isinstance(found, tuple) else found
+        return run, len(values)
+
+
+def _pull_back(run: GraphRun, loss: Tensor) -> list[Tensor | None]:
+    others = len([each for each in tree_leaves(run.output) if isinstance(each, Tensor)]) - 1
+    return run.pull_back([torch.ones_like(loss), *[None] * others])
 
 
 def _parted(result: Any) -> tuple[Tensor, Any]:

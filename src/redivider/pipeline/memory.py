@@ -13,9 +13,9 @@ delayed-graph: ADL, Zhuang et al. 2021; the last two are PETRA's ablations.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -53,6 +53,10 @@ def resolve_method(name: str) -> Method:
     return METHODS[name]
 
 
+Version: TypeAlias = tuple[int, int]
+"""Weights after so many updates, and looked ahead from there by so many more."""
+
+
 class Stash:
     """Old versions of some weights, each kept while a micro-batch in flight was forwarded by it.
 
@@ -62,23 +66,29 @@ class Stash:
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = weights
-        self.version = 0
-        self.copies: dict[int, list[Tensor]] = {}
-        self.users: Counter[int] = Counter()
+        self.version: Version = (0, 0)
+        self.copies: dict[Version, list[Tensor]] = {}
+        self.users: Counter[Version] = Counter()
 
-    def borrow(self) -> int:
-        """A forward uses the present version, and its backward will ask for it."""
-        self.users[self.version] += 1
-        return self.version
+    def borrow(self, num_ahead: int = 0, weights: Sequence[Tensor] = ()) -> Version:
+        """A forward uses the present version, and its backward will ask for it.
 
-    def give_back(self, version: int) -> None:
+        Or it uses weights that were predicted from it, which are taken in as they are.
+        """
+        version = (self.version[0], num_ahead)
+        if num_ahead:
+            self.copies.setdefault(version, list(weights))
+        self.users[version] += 1
+        return version
+
+    def give_back(self, version: Version) -> None:
         """That backward is done."""
         self.users[version] -= 1
         if not self.users[version]:
             del self.users[version]
             self.copies.pop(version, None)
 
-    def weights(self, version: int) -> Sequence[Tensor]:
+    def weights(self, version: Version) -> Sequence[Tensor]:
         """The weights as they were."""
         if version in self.copies:
             return self.copies[version]
@@ -95,7 +105,18 @@ class Stash:
         """The weights are about to change."""
         if self.users[self.version] and self.version not in self.copies:
             self._copy()
-        self.version += 1
+        self.version = (self.version[0] + 1, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as plain data and tensors."""
+        copies = [[list(version), weights] for version, weights in self.copies.items()]
+        return {"num_updates": self.version[0], "copies": copies}
+
+    def load_state_dict(self, state: dict[str, Any], users: Iterable[Version]) -> None:
+        """Continue from such a state; `users` are the versions of what is in flight."""
+        self.version = (state["num_updates"], 0)
+        self.copies = {tuple(version): list(weights) for version, weights in state["copies"]}
+        self.users = Counter(users)
 
     def _copy(self) -> None:
         self.copies[self.version] = [each.detach().clone() for each in self._weights]

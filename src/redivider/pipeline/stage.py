@@ -3,7 +3,7 @@
 A stage works by the weights as they were when the tick began; its update comes last.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from redivider.errors import naming
+from redivider.pipeline.lookahead import Prediction, predict
 from redivider.pipeline.unit import Flow, Unit
 from redivider.replay.autocast import Autocast
 
@@ -56,6 +57,15 @@ class Clip:
     over: Literal["stage", "all"] = "stage"
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """What a stage must know to predict its weights."""
+
+    accumulate: int
+    factor: Callable[[int], float]
+    """Of the learning rate, by the number of an update."""
+
+
 class Stage:
     """Consecutive units with their optimizer.
 
@@ -79,14 +89,24 @@ class Stage:
         """Backward passes since the last update."""
         self.norm = 0.0
         """Of the gradient at the last update, before clipping."""
+        self.ahead: Ahead | None = None
+        """How far a forward looks ahead, if it does."""
+        self._predicted: tuple[int, Prediction | None] = (0, None)
+
+    def forward_weights(self, unit: Unit) -> Sequence[Tensor]:
+        """The weights by which a forward would run a unit now."""
+        ahead = self._predict()
+        found = {} if ahead is None else ahead.weights
+        return [found.get(each, each) for each in unit.parameters]
 
     def run_forward(self, message: Message) -> Message:
         """Forward a new micro-batch; return what goes to the next stage."""
         n, flow = message.microbatch, message.flow
+        ahead = self._predict()
         with message.autocast.again():
             for unit in self.units:
                 with naming(self._where(unit.name, n)):
-                    flow = unit.forward(n, flow, message.side)
+                    flow = unit.forward(n, flow, message.side, ahead)
         return Message(n, flow, message.autocast, message.side, message.target)
 
     def run_backward(self, message: Message) -> Message:
@@ -144,6 +164,7 @@ class Stage:
         self.num_updates = state["num_updates"]
         self.num_pending = state["num_pending"]
         self.norm = state["norm"]
+        self._predicted = (0, None)
         if self.optimizer is None:
             return
         by_name = dict(self.module.named_parameters())
@@ -161,6 +182,21 @@ class Stage:
                         else value
                         for key, value in state["optimizer"][name].items()
                     }
+
+    def _predict(self) -> Prediction | None:
+        """The weights of the time when what is forwarded now comes back, where they are others."""
+        if self.ahead is None or self.optimizer is None:
+            return None
+        # All that is in flight here comes back before it.
+        num_passes = self.num_pending + len(self.units[0].kept)
+        num, first = num_passes // self.ahead.accumulate, self.num_updates
+        made, found = self._predicted
+        if found is None or (made, found.num_updates) != (first, num):
+            found, self._predicted = None, (0, None)  # its memory is free before another is taken
+            factors = [self.ahead.factor(update) for update in range(first, first + num)]
+            found = predict(self.optimizer, factors) if num else Prediction(0, {})
+            self._predicted = (first, found)
+        return found
 
     def _clip(self, grads: Sequence[Tensor], clip: Clip, other_norms: Iterable[float]) -> None:
         norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0

@@ -5,10 +5,9 @@ couplings, the stored form of two streams. What flows down is that value again, 
 rebuilds its input from it, and the gradients of the value's tensors.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,8 @@ from redivider.arithmetic import Arithmetic, Checked
 from redivider.chain import taken
 from redivider.coupling import Coupling, Recovered, recover, verify_residual
 from redivider.errors import UnitError
-from redivider.pipeline.memory import Method, Stash
+from redivider.pipeline.lookahead import Prediction
+from redivider.pipeline.memory import Method, Stash, Version
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.random import Seeded, mix_seeds
 from redivider.replay.statistics import statistics_untouched
@@ -34,6 +34,11 @@ class Flow:
     dtype: torch.dtype | None = None
 
 
+Pull: TypeAlias = Callable[
+    [Sequence[Tensor | None]], tuple[list[Tensor | None], list[Tensor | None]]
+]
+
+
 @dataclass
 class Kept:
     """What a unit keeps of one micro-batch."""
@@ -44,7 +49,7 @@ class Kept:
     dtype: torch.dtype | None = None
     """Of the streams' real form, if the input is streams in stored form."""
     run: GraphRun | None = None
-    version: int = 0
+    version: Version = (0, 0)
 
 
 class Unit:
@@ -98,23 +103,37 @@ class Unit:
         self.stash = Stash(self.parameters) if stashes else None
         self.kept: dict[int, Kept] = {}
 
-    def forward(self, microbatch: int, flow: Flow, side: dict[str, Any]) -> Flow:
-        """Run the unit on a new micro-batch, by the weights of now."""
+    def forward(
+        self,
+        microbatch: int,
+        flow: Flow,
+        side: dict[str, Any],
+        ahead: Prediction | None = None,
+    ) -> Flow:
+        """Run the unit on a new micro-batch, by the weights of now, or others in their place."""
         flow = self._enter_row(flow) if self.is_coupling and not self._in_row else flow
         argument = self._argument(flow)
         call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
         kept = Kept(self._record(call, microbatch, tensors[0].device), dtype=flow.dtype)
-        if self.keep == "graph":
+        looks_ahead = ahead is not None and ahead.has_any(self.parameters)
+        if ahead is not None and looks_ahead:
+            others = [ahead.weights.get(each, each) for each in self.parameters]
+            tensors = self._with_weights(tensors, others)
             if self.stash:
+                kept.version = self.stash.borrow(ahead.num_updates, others)
+        elif self.stash:
+            kept.version = self.stash.borrow()
+        if self.keep == "graph":
+            if self.stash and not looks_ahead:
                 tensors = self._with_weights(tensors, self.stash.pin())
             needs = self._needs(tensors, argument)
             kept.run, _ = call.only_run(tensors, needs, record=kept.record)
             output = tree_map_only(Tensor, Tensor.detach, kept.run.output)
         else:
             exact = self._arithmetic.exact
-            output, _ = call.first_run(tensors, with_graph=exact, record=kept.record)
-        if self.stash:
-            kept.version = self.stash.borrow()
+            output, _ = call.first_run(
+                tensors, with_graph=exact, record=kept.record, other_weights=looks_ahead
+            )
         if self.keep != "nothing":
             kept.value = flow.value[0] if self.is_coupling else flow.value
         self.kept[microbatch] = kept
@@ -139,12 +158,36 @@ class Unit:
             The unit's input, where the unit below must rebuild its own from it, and its gradients.
         """
         kept = self.kept.pop(microbatch)
-        pull = self._pull_coupling if self.is_coupling else self._pull_junction
-        below, all_grads, num_values = pull(kept, flow, grads, side)
-        accumulate(self.parameters, all_grads[len(all_grads) - len(self.parameters) :])
+        below, grads, own = self._pull(kept, flow, grads, side)
+        accumulate(self.parameters, own)
         if self.stash:
             self.stash.give_back(kept.version)
-        return below, all_grads[:num_values]
+        return below, grads
+
+    def trace(
+        self, microbatch: int, flow: Flow, side: dict[str, Any], weights: Sequence[Tensor]
+    ) -> tuple[Flow, Pull]:
+        """Run the unit by some weights as plain autograd would, and leave no trace of it.
+
+        Returns:
+            Its output, and a function from the gradients of that to those of its input and of
+            these weights.
+        """
+        flow = self._enter_row(flow) if self.is_coupling and not self._in_row else flow
+        argument = self._argument(flow)
+        call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
+        tensors = self._with_weights(tensors, weights)
+        kept = Kept(self._record(call, microbatch, tensors[0].device, counts="first"))
+        kept.run = call.rerun(tensors, self._needs(tensors, argument), kept.record)
+        output = tree_map_only(Tensor, Tensor.detach, kept.run.output)
+        if self.is_coupling:
+            a, b = flow.value
+            output = (self._sound(self._arithmetic.add(b, output), output), a)
+
+        def pull(grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+            return self._pull(kept, Flow(None), grads, side)[1:]
+
+        return Flow(output, flow.dtype if self.is_coupling else None), pull
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and buffers, gradients summed so far, and what is kept of what is in flight."""
@@ -158,13 +201,13 @@ class Unit:
                 "record": each.record.state_dict(),
                 "value": each.value,
                 "dtype": each.dtype,
-                "version": each.version,
+                "version": list(each.version),
             }
             for n, each in self.kept.items()
         }
         state = {"weights": self.module.state_dict(), "gradients": gradients, "kept": kept}
         if self.stash:
-            state["stash"] = {"version": self.stash.version, "copies": self.stash.copies}
+            state["stash"] = self.stash.state_dict()
         return state
 
     def load_state_dict(
@@ -175,9 +218,8 @@ class Unit:
         for name, parameter in self.module.named_parameters():
             parameter.grad = state["gradients"].get(name)
         if self.stash:
-            self.stash.version = state["stash"]["version"]
-            self.stash.copies = dict(state["stash"]["copies"])
-            self.stash.users = Counter(each["version"] for each in state["kept"].values())
+            users = (tuple(each["version"]) for each in state["kept"].values())
+            self.stash.load_state_dict(state["stash"], users)
         self.kept = {
             n: self._restore(n, each, sides[n], device) for n, each in state["kept"].items()
         }
@@ -193,11 +235,19 @@ class Unit:
         call, tensors = Call.split(self._inner, args, taken(self.module, side))
         record = self._record(call, microbatch, device)
         record.load_state_dict(state["record"])
-        kept = Kept(record, state["value"], state["dtype"], version=state["version"])
+        kept = Kept(record, state["value"], state["dtype"], version=tuple(state["version"]))
         if self.keep == "graph":
             tensors = self._with_weights(tensors, self._weights(kept))
             kept.run = call.rerun(tensors, self._needs(tensors, args[0]), record)
         return kept
+
+    def _pull(
+        self, kept: Kept, flow: Flow, grads: Sequence[Tensor | None], side: dict[str, Any]
+    ) -> tuple[Flow, list[Tensor | None], list[Tensor | None]]:
+        """The input, where it is rebuilt; its gradients; those of the parameters."""
+        pull = self._pull_coupling if self.is_coupling else self._pull_junction
+        below, found, num_values = pull(kept, flow, grads, side)
+        return below, found[:num_values], found[len(found) - len(self.parameters) :]
 
     def _pull_coupling(
         self, kept: Kept, flow: Flow, grads: Sequence[Tensor | None], side: dict[str, Any]
@@ -248,9 +298,15 @@ class Unit:
             return self._arithmetic.real(flow.value[0], flow.dtype).requires_grad_()
         return tuple(self._arithmetic.real(each, flow.dtype) for each in flow.value)
 
-    def _record(self, call: Call, microbatch: int, device: torch.device) -> Record:
+    def _record(
+        self,
+        call: Call,
+        microbatch: int,
+        device: torch.device,
+        counts: Literal["first", "again"] | None = None,
+    ) -> Record:
         seed = mix_seeds(self._seed, microbatch, self.index)
-        counts: Literal["first", "again"] = "first" if self.keep == "graph" else "again"
+        counts = counts or ("first" if self.keep == "graph" else "again")
         return Record(call.modules, device, randomness=Seeded(seed, device), counts=counts)
 
     def _needs(self, tensors: Sequence[Tensor], argument: Any) -> list[bool]:

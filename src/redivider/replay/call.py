@@ -57,10 +57,16 @@ class Call:
         return cls(anatomy, others, spec), [*tensors, *anatomy.parameters]
 
     def first_run(
-        self, tensors: Sequence[Tensor], *, with_graph: bool, record: Record | None = None
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        with_graph: bool,
+        record: Record | None = None,
+        other_weights: bool = False,
     ) -> tuple[Any, Record]:
         """Run the module for its values alone, and record what a second run needs.
 
+        Its own weights are those in `tensors`, unless these are said to be others.
         Where a graph is built, it is dropped before this returns. It makes the run take the same
         kernels as the second one, and shows at the first call what the module depends on.
         """
@@ -74,9 +80,12 @@ class Call:
             return tree_map_only(Tensor, Tensor.detach, run.output), record
         record = self._new(record, tensors)
         versions = [each._version for each in tensors]
-        args, kwargs = self._arguments(tensors)
         with _one_at_a_time, record.first(), torch.no_grad(), uncached_casts():
-            output = self.module(*args, **kwargs)
+            if other_weights:
+                output = self._run(tensors, self.module)
+            else:
+                args, kwargs = self._arguments(tensors)
+                output = self.module(*args, **kwargs)
         _verify_unwritten(tensors, versions)
         return tree_map_only(Tensor, Tensor.detach, output), record
 
