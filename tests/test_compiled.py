@@ -162,3 +162,86 @@ def test_streams_may_be_wider_than_what_f_computes_in():
             y = each(x)
         weigh(y).backward()
     assert worst_error(gradients(chain), gradients(stored)) <= 2e-2
+
+
+class Same(nn.Module):
+    """Returns its input, though it has weights: a layer that is skipped."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "reverse"])
+@pytest.mark.parametrize("f", [lambda: nn.Linear(8, 8), Same])
+def test_outputs_and_leaves_that_are_there_twice(backward, f):
+    stem = nn.Sequential(nn.Linear(6, 8), rd.Duplicate())
+    couplings = [rd.Coupling(f()) for _ in range(3)]
+    chain = rd.Chain([stem, *couplings, rd.Fuse(), nn.Linear(16, 3)], backward=backward).double()
+    plain = copy.deepcopy(chain)
+    chain.compile(backend="aot_eager")
+    x = torch.randn(4, 5, 6).double().requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    for _ in range(2):
+        weigh(chain(x)).backward()
+        weigh(run_plainly(plain, y)).backward()
+    got, true = gradients(chain, x), gradients(plain, y)
+    got = {k: v for k, v in got.items() if true[k] is not None}
+    assert worst_error(got, {k: true[k] for k in got}) <= 1e-12
+
+
+class Unruly(torch.autograd.Function):
+    """Does what the engine allows: one result for one input, and an output that nobody uses."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx, dy, dz):
+        (x,) = ctx.saved_tensors
+        return dy * x.cos() - dz * x.sin()
+
+
+class Sine(nn.Module):
+    def forward(self, x):
+        y, _ = Unruly.apply(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: 2 * grad)
+        return y
+
+
+@pytest.mark.parametrize("backward", ["checkpoint", "reverse"])
+def test_functions_of_the_users_own_are_left_to_the_engine(backward):
+    couplings = [rd.Coupling(Sine()) for _ in range(3)]
+    chain = rd.Chain([nn.Linear(6, 8), rd.Duplicate(), *couplings, rd.Fuse()], backward=backward)
+    chain = chain.double()
+    plain = copy.deepcopy(chain)
+    x = torch.randn(4, 6).double()
+    weigh(chain(x)).backward()
+    weigh(run_plainly(plain, x)).backward()
+    assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
+
+
+def test_an_output_without_a_gradient_is_as_the_engine_has_it():
+    class Two(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.sin(), y.cos() * 2
+
+    class First(nn.Module):
+        def forward(self, pair):
+            return pair[0]
+
+    chain = rd.Chain([Two(6, 8), First()], backward="checkpoint").double()
+    plain = copy.deepcopy(chain)
+    chain.compile(backend="aot_eager")
+    x = torch.randn(4, 6).double()
+    for _ in range(2):
+        weigh(chain(x)).backward()
+        weigh(run_plainly(plain, x)).backward()
+    assert worst_error(gradients(chain), gradients(plain)) <= 1e-12

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from redivider.errors import UnitError, naming
-from redivider.replay.random import CPU, Seeded, mix_seeds
+from redivider.replay.random import mix_seeds, seeded
 
 
 def materialise(
@@ -33,7 +33,7 @@ def materialise(
     for name, unit in units.items():
         with naming(f"unit {name}"):
             unit.to_empty(device="cpu")
-            with Seeded(mix_seeds(seed, name), CPU).first():
+            with seeded(mix_seeds(seed, name)):
                 _draw(unit)
             unit.to(device)
     for (module, key), (owner, owned) in ties.items():

@@ -7,6 +7,9 @@ B(i) may run side by side, and autograd runs B(i) on the CUDA stream where R(i) 
     lane 0, the caller's:  R(3) B(3) | R(1) .... | B(1)
     lane 1, beside it:          R(2) | B(2) R(0) | .... B(0)
 
+A compiled module is one node, which can be called anywhere (replay/compiled_node.py); then all B
+run on the caller's lane and all R but the first on the other.
+
 Order comes from events, so the host never waits. Lifetime comes from references: a tensor that one
 lane made and the other one reads is let go only when the first one has waited for the reader.
 """

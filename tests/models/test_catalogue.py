@@ -60,7 +60,9 @@ def test_what_cannot_be_says_why(name, options, message):
 
 def test_inputs_that_do_not_fit_say_so():
     vit = rd.create_model("vit_tiny", image_size=32, patch_size=8, depth=1)
-    with pytest.raises(ValueError, match=r"made for batches of images of 32 x 32, got \(2, 3, 16"):
+    with pytest.raises(
+        ValueError, match=r"made for batches of images of 3 x 32 x 32, got \(2, 3, 16"
+    ):
         vit(torch.randn(2, 3, 16, 16))
     gpt = rd.create_model("gpt_nano", **{**TEXT, "depth": 1})
     with pytest.raises(ValueError, match="17 tokens are more than the 16"):

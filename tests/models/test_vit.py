@@ -38,6 +38,27 @@ def test_patches_under_autocast_have_float_gradients(patches):
     assert torch.allclose(patches.conv.weight.grad[0], whole, rtol=2e-2, atol=0.2)
 
 
+def test_patches_work_under_function_transforms(patches):
+    x = torch.randn(5, 3, 12, 12).double()
+    weights = {name: each.detach() for name, each in patches.named_parameters()}
+
+    def loss(weights, image):
+        return torch.func.functional_call(patches, weights, (image[None],)).square().sum()
+
+    per_image = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+    for number in range(5):
+        patches.zero_grad()
+        patches(x[number : number + 1]).square().sum().backward()
+        for name, parameter in patches.named_parameters():
+            assert torch.allclose(per_image[name][number], parameter.grad, rtol=1e-12)
+
+
+def test_images_of_other_sizes_or_channels_are_refused(patches):
+    for shape in ((2, 1, 12, 12), (2, 3, 12, 8), (3, 12, 12)):
+        with pytest.raises(ValueError, match="batches of images of 3 x 12 x 12"):
+            patches(torch.zeros(shape).double())
+
+
 def test_patches_save_no_copy_of_the_image(patches):
     x = torch.randn(8, 3, 12, 12).double()
     saved = []

@@ -47,7 +47,9 @@ class Reference:
             parameters = [p for u in stage for p in self.units[u].parameters()]
             if parameters:
                 self.optimizers[j] = optimizer(parameters)
-        self.rates = {j: o.param_groups[0]["lr"] for j, o in self.optimizers.items()}
+        self.rates = {
+            j: [float(group["lr"]) for group in o.param_groups] for j, o in self.optimizers.items()
+        }
         self.lr_lambda = lr_lambda or (lambda update: 1.0)
         self.lookahead = lookahead
         self.reset()
@@ -102,8 +104,8 @@ class Reference:
         units, optimizer = copy.deepcopy((units, self.optimizers.get(j)))
         earlier = sum((m, j - 1) not in self.back for m in range(n))  # they come back before it
         for i in range((self.counts[j] + earlier) // self.k if optimizer else 0):
-            for group in optimizer.param_groups:
-                group["lr"] = self.rates[j] * self.lr_lambda(self.updates[j] + i)
+            for group, rate in zip(optimizer.param_groups, self.rates[j], strict=True):
+                group["lr"] = rate * self.lr_lambda(self.updates[j] + i)
                 group["weight_decay"] = 0.0
                 for each in group["params"]:
                     each.grad = torch.zeros_like(each)
@@ -142,8 +144,8 @@ class Reference:
             _inner(self.units[u]).get_parameter(name).grad = total / self.counts[j]
         if j in self.optimizers:
             factor = self.lr_lambda(self.updates[j])
-            for group in self.optimizers[j].param_groups:
-                group["lr"] = self.rates[j] * factor
+            for group, rate in zip(self.optimizers[j].param_groups, self.rates[j], strict=True):
+                group["lr"] = rate * factor
             self.optimizers[j].step()
         self.sums[j].clear()
         self.counts[j] = 0

@@ -1,5 +1,6 @@
 """Laws that hold for any units, cut, accumulation, latency and method; Hypothesis draws them."""
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -198,3 +199,35 @@ def test_clipping_by_the_norms_known_when_the_tick_began(over):
     for n in range(20):
         pipe.step(*batch(n))
     assert len(checked) > 20 and any(checked)
+
+
+class Deep(nn.Module):
+    """A loss with several children, one of which is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 4), nn.Linear(4, 3)
+        self.b.bias.requires_grad_(False)
+
+    def forward(self, output, target):
+        return F.cross_entropy(self.c(torch.tanh(self.b(self.a(output)))), target)
+
+
+def test_a_loss_of_several_parts_gets_its_gradients_in_order():
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)), Deep()
+    plain = copy.deepcopy((model, loss))
+    pipe = rd.Pipeline(
+        list(model),
+        stages=1,
+        loss=loss,
+        accumulate=2,
+        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1),
+    )
+    x, target = torch.randn(6, 5), torch.randint(3, (6,))
+    pipe.step(x, target)
+    plain[1](plain[0](x), target).backward()
+    for mine, true in zip((model, loss), plain, strict=True):
+        for one, other in zip(mine.parameters(), true.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.allclose(one.grad, other.grad, rtol=1e-6, atol=1e-8)

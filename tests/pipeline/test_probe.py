@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import redivider as rd
 from pipeline.reference import METHODS, Reference, _inner, _run
@@ -168,3 +169,34 @@ def test_it_prints_and_draws(tmp_path):
     assert (tmp_path / "quality.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="every must be at least 1"):
         pipe.probe(every=0)
+
+
+def test_weights_that_units_of_a_stage_share():
+    """Gradients of both are summed, in the training's own order."""
+    ends = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        f = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        units = [nn.Linear(5, 4), rd.Duplicate(), rd.Coupling(f), rd.Coupling(f), rd.Fuse()]
+        model = rd.Chain([*units, nn.Linear(8, 3)])
+        pipe = build(rd.Pipeline, model, [2, 2, 2], "petra", 2, 1)
+        probe = pipe.probe(every=1) if watched else None
+        for x, target in batches(20):
+            pipe.step(x.float(), target)
+        ends.append([each.detach().clone() for each in model.parameters()])
+    assert all(map(torch.equal, *ends))
+    assert {each.stage for each in probe.found} == {0, 1, 2}
+    last = [each for each in probe.found if each.stage == 2]
+    assert max(abs(each.cosine_to_delayed - 1) for each in last) < 1e-5
+
+
+def test_a_fault_of_a_comparison_does_not_stop_the_training(monkeypatch):
+    _, pipe = build_with_everything(arithmetic="fixed")
+    probe = pipe.probe(every=2)
+
+    def fails(*args):
+        raise OverflowError("off the grid")
+
+    monkeypatch.setattr("redivider.pipeline.unit.Unit.trace", fails)
+    feed(pipe, 0, 20)
+    assert probe.found and all(each.cosine != each.cosine for each in probe.found)

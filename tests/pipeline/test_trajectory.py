@@ -8,6 +8,7 @@ from torch import nn
 import redivider as rd
 from pipeline.reference import METHODS, Reference
 from redivider.footprint import Live
+from redivider.pipeline.lookahead import predict
 
 BOUND = 1e-12
 TICKS = 60
@@ -152,7 +153,18 @@ OPTIMIZERS |= {
     "sgd plain": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.8, weight_decay=1e-3),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-30),
     "adamw small": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-30, weight_decay=0.1),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-30, betas=(0.9, 0.9), amsgrad=True),
+    "groups": lambda p: grouped(list(p)),
+    "rate as a tensor": lambda p: torch.optim.AdamW(
+        p, lr=torch.tensor(0.01, dtype=torch.float64), eps=1e-30, capturable=False, foreach=False
+    ),
 }
+
+
+def grouped(parameters):
+    halves = parameters[::2], parameters[1::2]
+    groups = [{"params": half, "lr": rate} for half, rate in zip(halves, (0.05, 0.01), strict=True)]
+    return torch.optim.SGD([each for each in groups if each["params"]], momentum=0.9)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +176,74 @@ def test_lookahead(method, stages, accumulate, latency):
     assert max(found) <= BOUND
 
 
-@pytest.mark.parametrize("optimizer", ["sgd plain", "sgd fused", "adam", "adamw small"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["sgd plain", "sgd fused", "adam", "adamw small", "amsgrad", "groups", "rate as a tensor"],
+)
 def test_lookahead_of_optimizers(optimizer):
-    assert max(follow(CUTS[5], "petra", 2, 1, optimizer, lookahead="momentum")) <= 1e-10
+    assert max(follow(CUTS[5], "petra", 2, 1, optimizer, lookahead="momentum")) <= 1e-9
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_lookahead_where_a_loss_is_maximised(kind):
+    """Of the negative loss: the same path."""
+    ends = []
+    for maximize in (False, True):
+        model = network()
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        sign = -1 if maximize else 1
+        pipe = rd.Pipeline(
+            model,
+            stages=CUTS[5],
+            loss=lambda y, t, sign=sign: sign * F.cross_entropy(y, t),
+            optimizer=lambda stage, m=maximize, o=options: kind(
+                stage.parameters(), lr=0.01, maximize=m, **o
+            ),
+            lookahead="momentum",
+        )
+        for x, target in batches(30):
+            pipe.step(x, target)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(*ends, rtol=1e-12, atol=1e-14)
+
+
+def test_lookahead_leaves_out_what_does_not_train():
+    one, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = torch.optim.SGD([one, other], lr=0.1, momentum=0.9)
+    for _ in range(2):
+        for each in (one, other):
+            each.grad = torch.ones(3)
+        optimizer.step()
+    other.requires_grad_(False)
+    assert list(predict(optimizer, [1.0, 1.0]).weights) == [one]
+
+
+class Late(nn.Module):
+    """Its second weight is used from the fifth run on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.rand(4).double()) for _ in range(2))
+        self.runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        y = torch.tanh(x * self.first)
+        return y + x * self.second if self.runs > 20 else y
+
+
+@pytest.mark.parametrize("method", ["delayed", "exact-inverse"])
+def test_weights_in_a_stash_do_not_move(method):
+    units = [nn.Linear(5, 4), rd.Duplicate(), *(rd.Coupling(Late()) for _ in range(4)), rd.Fuse()]
+    model = rd.Chain([*units, nn.Linear(8, 3)]).double()
+    pipe = build(rd.Pipeline, model, "auto", method, 1, 1, lookahead="momentum")
+    own = {id(each) for each in model.parameters()}
+    pipe_units = [unit for stage in pipe.stages for unit in stage.units if unit.stash]
+    for x, target in batches(40):
+        pipe.step(x, target)
+        stashed = [w for unit in pipe_units for each in unit.stash.copies.values() for w in each]
+        assert stashed or pipe._tick < 25
+        assert not any(id(each) in own for each in stashed)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

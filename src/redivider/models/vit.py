@@ -66,7 +66,7 @@ class Options(Images, Layers):
 
 
 class Patches(nn.Module):
-    """Cuts an image into patches, and maps each to a token."""
+    """Cuts an image into patches, and maps each to a token; `conv` only holds the weights."""
 
     def __init__(self, options: Options) -> None:
         super().__init__()
@@ -83,8 +83,11 @@ class Patches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         size = self.image_size
-        if x.dim() != 4 or x.shape[-2:] != (size, size):
-            raise ValueError(f"made for batches of images of {size} x {size}, got {tuple(x.shape)}")
+        channels = self.conv.in_channels
+        if x.dim() != 4 or x.shape[1:] != (channels, size, size):
+            raise ValueError(
+                f"made for batches of images of {channels} x {size} x {size}, got {tuple(x.shape)}"
+            )
         y: Tensor = _CutAndMap.apply(x, self.conv.weight, self.conv.bias)  # type: ignore[no-untyped-call]
         return y
 
@@ -96,20 +99,26 @@ class _CutAndMap(torch.autograd.Function):
     which would be a copy of it.
     """
 
+    generate_vmap_rule = True  # for torch.func
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.linear(_cut(x, weight.shape[-1]), weight.flatten(1), bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor]:
         x, weight = ctx.saved_tensors
-        dx = None
+        size, dx, dw = weight.shape[-1], None, None
         if ctx.needs_input_grad[0]:
-            dx = _join(dy @ weight.flatten(1).to(dy.dtype), x.shape, weight.shape[-1])
-        patches = _cut(x, weight.shape[-1]).to(dy.dtype)
-        dw = dy.flatten(0, 1).T @ patches.flatten(0, 1)
-        return dx, dw.view_as(weight), dy.sum((0, 1))
+            dx = _join(dy @ weight.flatten(1).to(dy.dtype), x.shape, size)
+        if ctx.needs_input_grad[1]:
+            patches = _cut(x, size).to(dy.dtype)
+            dw = (dy.flatten(0, 1).T @ patches.flatten(0, 1)).view_as(weight)
+        return dx, dw, dy.sum((0, 1))
 
 
 def _cut(x: Tensor, size: int) -> Tensor:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
 from redivider.chain import Chain
 from redivider.errors import naming
+from redivider.pipeline.around import Around
+from redivider.pipeline.concurrent import Concurrent, CudaGraphs, reason_against
 from redivider.pipeline.cut import units_of
 from redivider.pipeline.lookahead import LOOKAHEADS, verify_lookahead
 from redivider.pipeline.loss import Loss
@@ -32,7 +35,7 @@ from redivider.pipeline.tick import Action, actions, delay, num_ticks
 from redivider.pipeline.unit import Flow
 from redivider.replay.autocast import Autocast
 
-FORMAT = "redivider pipeline 1"
+FORMAT = "redivider pipeline 2"
 
 logger = logging.getLogger("redivider")
 
@@ -77,6 +80,8 @@ class Pipeline:
         clip_over: "stage", or "all": with the other stages' norms at their last updates.
         seed: Of the random numbers, a function of seed, micro-batch and unit; torch's own seed
             unless given.
+        capture: Whether to capture steady ticks on a GPU as CUDA graphs with a branch for each
+            stage. Where they cannot be, the log says why (level INFO). New, and not on by itself.
         example: An input by which the work of the units is counted for the cut.
     """
 
@@ -96,6 +101,7 @@ class Pipeline:
         clip_norm: float | None = None,
         clip_over: Literal["stage", "all"] = "stage",
         seed: int | None = None,
+        capture: bool = False,
         example: Any = None,
     ) -> None:
         if accumulate < 1 or latency < 1:
@@ -137,14 +143,28 @@ class Pipeline:
         self._down: list[dict[int, Message]] = [{} for _ in self.stages]
         self._stopped: str | None = None
         self._probe: Probe | None = None
+        self._around = Around()
+        self._concurrent: Concurrent | None = None
         self.observer: Callable[[Action, float], None] | None = None
         """Told of every action when it is done, with the time at which it began."""
         logger.info("%s", self)
+        device = next(self._chain.parameters(), torch.empty(0)).device
+        if capture and device.type == "cuda":
+            against = reason_against(self)
+            if against is None:
+                self._concurrent = Concurrent(self, partial(CudaGraphs, device))
+            else:
+                logger.info("ticks are not captured: %s", against)
 
     def step(self, x: Any, target: Any = None, /, **side: Any) -> Tick:
         """Feed a micro-batch and run one tick; return the loss of the one that met it."""
         self._verify_side(side)
         self._verify_running()
+        if self._concurrent is not None:
+            with self._stopping():
+                found = self._concurrent.step(x, target, side)
+            if found is not None:
+                return Tick(*found)
         n = self._first + self._entered
         first = tree_leaves(x)[0]
         autocast = Autocast(first.device)
@@ -161,6 +181,7 @@ class Pipeline:
         or is applied, averaged over its own count, with `update=True`.
         """
         self._verify_running()
+        self._leave_graphs()
         ticks = []
         while self._tick < num_ticks(self._entered, len(self.stages), self.latency):
             ticks.append(self._run_tick())
@@ -194,6 +215,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next ticks depend on, copied: all that is in flight, too."""
+        self._leave_graphs()
         state = {
             "format": FORMAT,
             "pipeline": self._configuration(),
@@ -213,6 +235,8 @@ class Pipeline:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state, bit for bit; one that does not fit changes nothing."""
         self._verify_state(state)
+        if self._concurrent is not None:
+            self._concurrent.forget()
         state = tree_map_only(Tensor, lambda each: each.detach().clone(), state)
         device = next(self._chain.parameters(), torch.empty(0)).device
         # A state from disk, or from another device, follows the model; optimizers see to their own.
@@ -263,10 +287,11 @@ class Pipeline:
             for kind, j, local in due:
                 n = self._first + local
                 start = time.perf_counter()
-                if kind == "F":
-                    result = self._forward(j, n) or result
-                else:
-                    self._backward(j, n)
+                with self._around.lane(j):
+                    if kind == "F":
+                        result = self._forward(j, n) or result
+                    else:
+                        self._backward(j, n)
                 if self.observer is not None:
                     self.observer(Action(kind, j, n), start)
             self._tick += 1
@@ -284,7 +309,8 @@ class Pipeline:
             self._up[j + 1][n] = message
             return None
         with naming(f"stage {j}, loss, micro-batch {n}"), message.autocast.again():
-            self._down[j][n], loss, aux = self._loss.run(message, self.arithmetic)
+            down, loss, aux = self._loss.run(message, self.arithmetic, self._around.guard)
+            self._down[j][n] = down
         return Tick(n, loss, aux)
 
     def _backward(self, j: int, n: int) -> None:
@@ -301,7 +327,13 @@ class Pipeline:
         norms = [stage.norm for stage in self.stages]  # as known when the tick began
         for stage in stages:
             others = [norm for j, norm in enumerate(norms) if j != stage.index]
-            stage.update(self._factor(stage.num_updates), self._clip, others)
+            with self._around.lane(stage.index):
+                self._around.set_rate(stage, self._factor(stage.num_updates))
+                stage.update(self._clip, others)
+
+    def _leave_graphs(self) -> None:
+        if self._concurrent is not None:
+            self._concurrent.leave()
 
     def _configuration(self) -> dict[str, Any]:
         """What must be the same for a state to fit."""

@@ -46,7 +46,8 @@ class Prediction:
 def predict(optimizer: torch.optim.Optimizer, factors: Sequence[float]) -> Prediction:
     """The parameters as the next updates would leave them if all their gradients were zero.
 
-    Weight decay is left out. What has no momentum yet stays where it is, and is left out, too.
+    Weight decay is left out, and Adam's epsilon is that of the first of them for all. What has no
+    momentum yet, or does not train, stays where it is and is not among the results.
 
     Args:
         optimizer: SGD, Adam or AdamW.
@@ -57,12 +58,10 @@ def predict(optimizer: torch.optim.Optimizer, factors: Sequence[float]) -> Predi
         base = group.get("initial_lr", group["lr"])
         rates = [base * factor for factor in factors]
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
+            state = optimizer.state.get(parameter) if parameter.requires_grad else None
             step = _STEPS[type(optimizer)](group, state, rates) if state else None
             if step is not None:
-                found[parameter] = (
-                    parameter + step if group["maximize"] else parameter - step
-                ).detach()
+                found[parameter] = (parameter - step).detach()
     return Prediction(len(factors), found)
 
 
@@ -81,8 +80,9 @@ def _adam(group: dict[str, Any], state: dict[str, Any], rates: Sequence[Any]) ->
     done = state["step"]
     if isinstance(done, Tensor) and not done.is_cuda:
         done = done.item()  # in double precision; on a device nobody waits for it
-    # The second moment's root in the i-th update is `scales[i]` times that of now.
-    scales = [(second**i / (1 - second ** (done + i))) ** 0.5 for i in range(1, len(rates) + 1)]
+    # The second moment's root in the i-th update is `scales[i]` times that of now; a maximum stays.
+    fading = 1.0 if group["amsgrad"] else second
+    scales = [(fading**i / (1 - second ** (done + i))) ** 0.5 for i in range(1, len(rates) + 1)]
     total = sum(
         rate * first**i / (1 - first ** (done + i)) / scale
         for i, (rate, scale) in enumerate(zip(rates, scales, strict=True), start=1)

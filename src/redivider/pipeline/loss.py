@@ -12,7 +12,7 @@ from redivider.errors import UnitError
 from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.unit import Flow, accumulate
 from redivider.replay import Call, GraphRun, Record
-from redivider.replay.random import Seeded, mix_seeds
+from redivider.replay.random import Seeded
 
 
 class Loss:
@@ -50,17 +50,18 @@ class Loss:
         for name, parameter in self.module.named_parameters():
             parameter.grad = state["gradients"].get(name)
 
-    def run(self, message: Message, arithmetic: Arithmetic) -> tuple[Message, Tensor, Any]:
-        """Turn the model's output into the loss, and its gradient into a message downwards."""
-        run, num_values = self._run(message, arithmetic, Call.only_run)
+    def run(
+        self, message: Message, arithmetic: Arithmetic, guard: Callable[[Tensor, int], None]
+    ) -> tuple[Message, Tensor, Any]:
+        """Turn the model's output into the loss, and its gradient into a message downwards.
+
+        `guard` is given the loss, and the micro-batch, before any of that.
+        """
+        run, num_values, parameters = self._run(message, arithmetic, Call.only_run)
         loss, aux = _parted(run.output)
         n, flow = message.microbatch, message.flow
-        if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss of micro-batch {n} is {loss.item()}; no update was done with it"
-            )
+        guard(loss, n)
         grads = _pull_back(run, loss)
-        parameters = list(self.module.parameters())
         accumulate(parameters, grads[len(grads) - len(parameters) :])
         below = flow if flow.dtype is not None else Flow(None)
         down = Message(n, below, message.autocast, message.side, grads=grads[:num_values])
@@ -68,13 +69,13 @@ class Loss:
 
     def trace(self, message: Message, arithmetic: Arithmetic) -> list[Tensor | None]:
         """The gradients of the model's output, and nothing else."""
-        run, num_values = self._run(message, arithmetic, Call.rerun)
+        run, num_values, _ = self._run(message, arithmetic, Call.rerun)
         return _pull_back(run, _parted(run.output)[0])[:num_values]
 
     def _run(
         self, message: Message, arithmetic: Arithmetic, how: Callable[..., Any]
-    ) -> tuple[GraphRun, int]:
-        """Run the loss with its graph; return also how many tensors the model's output has."""
+    ) -> tuple[GraphRun, int, list[Tensor]]:
+        """Run the loss with its graph; how many tensors the output has; the loss's parameters."""
         n, flow = message.microbatch, message.flow
         output = (
             flow.value
@@ -83,15 +84,14 @@ class Loss:
         )
         call, tensors = Call.split(self.module, (output, message.target), {})
         values = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
-        parameters = list(self.module.parameters())
         needs = [each.is_floating_point() for each in values]
-        needs += [False] * (len(tensors) - len(values) - len(parameters))
-        needs += [each.requires_grad for each in parameters]
-        randomness = Seeded(mix_seeds(self._seed, n, self._index), values[0].device)
+        needs += [False] * (len(tensors) - len(values) - len(call.parameters))
+        needs += [each.requires_grad for each in call.parameters]
+        randomness = Seeded(self._seed, n, self._index, values[0].device)
         record = Record(call.modules, values[0].device, randomness=randomness)
         found = how(call, tensors, needs, record=record)
         run: GraphRun = found[0] if isinstance(found, tuple) else found
-        return run, len(values)
+        return run, len(values), call.parameters
 
 
 def _pull_back(run: GraphRun, loss: Tensor) -> list[Tensor | None]:

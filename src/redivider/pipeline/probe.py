@@ -6,8 +6,8 @@ plain backprop finds for the same micro-batch, the same random numbers, and
     end-to-end   the weights that all stages have at that time
     delayed      the weights that every stage used in its forward of it
 
-and its output, as rebuilt by the stage above, with that of the forward. Rivaud et al. 2025 (PETRA),
-appendix B.
+and its output, as rebuilt by the stage above, with that of the forward. Buffers that a forward
+moves are as they are now. Rivaud et al. 2025 (PETRA), appendix B.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +58,7 @@ class _Sample:
     message: Message
     weights: dict[Unit, list[Tensor]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
-    delayed: dict[Unit, Grads] = field(default_factory=dict)
+    delayed: dict[Tensor, Tensor] | None = None
 
 
 class Probe:
@@ -118,22 +118,19 @@ class Probe:
             yield
             return
         error = _relative_error(value, sample.outputs.pop(stage.index))
-        parameters = [each for unit in stage.units for each in unit.parameters]
-        summed = [each.grad for each in parameters]
-        for each in parameters:
-            each.grad = None
-        try:
-            yield
-            grads = [each.grad for each in parameters]
-        finally:
-            for each, before in zip(parameters, summed, strict=True):
-                if before is not None:
-                    each.grad = before if each.grad is None else before.add_(each.grad)
-        if not sample.delayed:
+        # Units may share weights, so they are told apart by what they were before.
+        parameters = list(dict.fromkeys(each for unit in stage.units for each in unit.parameters))
+        before = [None if each.grad is None else each.grad.clone() for each in parameters]
+        yield
+        grads = [
+            each.grad if each.grad is None or old is None else each.grad - old
+            for each, old in zip(parameters, before, strict=True)
+        ]
+        if sample.delayed is None:
             sample.delayed = self._trace(sample, sample.weights.__getitem__, down_to=0)
         now = self._trace(sample, lambda unit: unit.parameters, down_to=stage.index)
-        end = [grad for unit in stage.units for grad in now.get(unit, [])]
-        delayed = [grad for unit in stage.units for grad in sample.delayed.pop(unit, [])]
+        end = [now.get(each) for each in parameters]
+        delayed = [sample.delayed.pop(each, None) for each in parameters]
         compared = [*_compare(grads, end), *_compare(grads, delayed), *_compare(delayed, end)]
         if any(each.requires_grad for each in parameters):
             self._found.append((stage.index, n, stage.num_updates, [*compared, error]))
@@ -192,8 +189,19 @@ class Probe:
 
     def _trace(
         self, sample: _Sample, weights: Callable[[Unit], Sequence[Tensor]], down_to: int
-    ) -> dict[Unit, Grads]:
-        """The gradients that plain backprop finds, for all stages from the last one down."""
+    ) -> dict[Tensor, Tensor]:
+        """The gradients that plain backprop finds, for all stages from the last one down.
+
+        A stream that leaves its grid is for the pipeline to report: there is nothing to compare.
+        """
+        try:
+            return self._trace_all(sample, weights, down_to)
+        except ArithmeticError:
+            return {}
+
+    def _trace_all(
+        self, sample: _Sample, weights: Callable[[Unit], Sequence[Tensor]], down_to: int
+    ) -> dict[Tensor, Tensor]:
         message, pulls = sample.message, []
         n, flow, side = message.microbatch, message.flow, message.side
         with message.autocast.again():
@@ -202,10 +210,13 @@ class Probe:
                 pulls.append((unit, pull))
             last = Message(n, flow, message.autocast, side, message.target)
             grads = self._loss.trace(last, self._arithmetic)
-        found = {}
+        found: dict[Tensor, Tensor] = {}
         num = sum(len(stage.units) for stage in self._stages[down_to:])
         for unit, pull in reversed(pulls[len(pulls) - num :]):
-            grads, found[unit] = pull(grads)
+            grads, own = pull(grads)
+            for parameter, grad in zip(unit.parameters, own, strict=True):
+                if grad is not None:
+                    found[parameter] = found[parameter] + grad if parameter in found else grad
         return found
 
 

@@ -118,11 +118,15 @@ class Stage:
         self.num_pending += 1
         return Message(n, flow, message.autocast, message.side, grads=grads)
 
-    def update(self, factor: float, clip: Clip | None, other_norms: Iterable[float]) -> None:
+    def set_rate(self, factor: float) -> None:
+        """Set the learning rate to a multiple of what it was made with."""
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            _set_rate(group, factor)
+
+    def update(self, clip: Clip | None, other_norms: Iterable[float]) -> None:
         """Average the summed gradients, clip them, and step the optimizer.
 
         Args:
-            factor: Of the learning rate.
             clip: How gradients are clipped, if at all.
             other_norms: Of the other stages' gradients at their last updates.
         """
@@ -135,8 +139,6 @@ class Stage:
             if unit.stash:
                 unit.stash.advance()
         if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                _set_rate(group, factor)
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.num_pending = 0
@@ -221,8 +223,10 @@ def hang(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _set_rate(group: dict[str, Any], factor: float) -> None:
-    rate = group.setdefault("initial_lr", group["lr"]) * factor
+    if "initial_lr" not in group:
+        group["initial_lr"] = float(group["lr"])  # a tensor would change with the rate itself
+    rate = group["initial_lr"] * factor
     if isinstance(group["lr"], Tensor):
-        group["lr"].copy_(rate)
+        group["lr"].fill_(rate)
     else:
         group["lr"] = rate

@@ -6,7 +6,7 @@ rebuilds its input from it, and the gradients of the value's tensors.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -20,8 +20,9 @@ from redivider.coupling import Coupling, Recovered, recover, verify_residual
 from redivider.errors import UnitError
 from redivider.pipeline.lookahead import Prediction
 from redivider.pipeline.memory import Method, Stash, Version
+from redivider.pipeline.ring import Ring
 from redivider.replay import Call, GraphRun, Record
-from redivider.replay.random import Seeded, mix_seeds
+from redivider.replay.random import Seeded
 from redivider.replay.statistics import statistics_untouched
 from redivider.row import Keep, widen_streams
 
@@ -102,6 +103,8 @@ class Unit:
         stashes = method.weights == "stashed" and not at_the_end
         self.stash = Stash(self.parameters) if stashes else None
         self.kept: dict[int, Kept] = {}
+        self.ring: Ring | None = None
+        """Where inputs are kept in a captured tick, if they are."""
 
     def forward(
         self,
@@ -115,12 +118,14 @@ class Unit:
         argument = self._argument(flow)
         call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
         kept = Kept(self._record(call, microbatch, tensors[0].device), dtype=flow.dtype)
+        own = set(self.parameters)
         looks_ahead = ahead is not None and ahead.has_any(self.parameters)
         if ahead is not None and looks_ahead:
             others = [ahead.weights.get(each, each) for each in self.parameters]
-            tensors = self._with_weights(tensors, others)
-            if self.stash:
+            if self.stash:  # those that will not move by momentum may still be updated
+                others = [each.detach().clone() if each in own else each for each in others]
                 kept.version = self.stash.borrow(ahead.num_updates, others)
+            tensors = self._with_weights(tensors, others)
         elif self.stash:
             kept.version = self.stash.borrow()
         if self.keep == "graph":
@@ -135,7 +140,11 @@ class Unit:
                 tensors, with_graph=exact, record=kept.record, other_weights=looks_ahead
             )
         if self.keep != "nothing":
-            kept.value = flow.value[0] if self.is_coupling else flow.value
+            value = flow.value[0] if self.is_coupling else flow.value
+            if self.ring is None:
+                kept.value = value
+            else:
+                self.ring.put(microbatch, value)
         self.kept[microbatch] = kept
         if not self.is_coupling:
             return Flow(output)
@@ -158,6 +167,8 @@ class Unit:
             The unit's input, where the unit below must rebuild its own from it, and its gradients.
         """
         kept = self.kept.pop(microbatch)
+        if self.ring is not None:
+            kept = replace(kept, value=self.ring.take(microbatch))
         below, grads, own = self._pull(kept, flow, grads, side)
         accumulate(self.parameters, own)
         if self.stash:
@@ -188,6 +199,11 @@ class Unit:
             return self._pull(kept, Flow(None), grads, side)[1:]
 
         return Flow(output, flow.dtype if self.is_coupling else None), pull
+
+    def revive(self, like: Kept, microbatch: int, device: torch.device, value: Any) -> Kept:
+        """What is kept of another micro-batch than `like`, and with another value."""
+        record = like.record.by(self._randomness(microbatch, device))
+        return replace(like, record=record, value=value)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and buffers, gradients summed so far, and what is kept of what is in flight."""
@@ -305,9 +321,12 @@ class Unit:
         device: torch.device,
         counts: Literal["first", "again"] | None = None,
     ) -> Record:
-        seed = mix_seeds(self._seed, microbatch, self.index)
         counts = counts or ("first" if self.keep == "graph" else "again")
-        return Record(call.modules, device, randomness=Seeded(seed, device), counts=counts)
+        randomness = self._randomness(microbatch, device)
+        return Record(call.modules, device, randomness=randomness, counts=counts)
+
+    def _randomness(self, microbatch: int, device: torch.device) -> Seeded:
+        return Seeded(self._seed, microbatch, self.index, device)
 
     def _needs(self, tensors: Sequence[Tensor], argument: Any) -> list[bool]:
         """Which tensors of a call need a gradient: argument and parameters, not side inputs."""

@@ -56,6 +56,11 @@ class Call:
         others = [_TENSOR if isinstance(value, Tensor) else value for value in values]
         return cls(anatomy, others, spec), [*tensors, *anatomy.parameters]
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order in which they end the list of tensors."""
+        return self._anatomy.parameters
+
     def first_run(
         self,
         tensors: Sequence[Tensor],
@@ -186,7 +191,7 @@ class GraphRun:
     def pull_back(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Turn the gradients of the output's tensors into those of the leaves; frees the graph."""
         node = find_compiled_node(self._roots, self.leaves)
-        if node is not None and all(grad is not None for grad in grads):
+        if node is not None and any(grad is not None for grad in grads):
             return call_node(node, self._roots, grads, self.leaves)
         pairs = [
             (root.edge, grad.to(root.dtype))

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 
@@ -24,9 +23,10 @@ class Root:
 def find_compiled_node(roots: Sequence[Root], leaves: Sequence[Tensor]) -> Any:
     """The node between these roots and leaves, if it is one alone and can be called by hand."""
     nodes: set[Any] = {each.edge and each.edge.node for each in roots}
-    node = nodes.pop() if len(nodes) == 1 else None
-    # Compiled code frees what it has saved, unless the engine says that it is needed once more.
-    if not isinstance(node, BackwardCFunction) or _keeps_graph():
+    node: Any = nodes.pop() if len(nodes) == 1 else None
+    # Only torch's own compiled nodes: others may rely on what the engine does around a call. And
+    # compiled code frees what it has saved, unless the engine says that it is needed once more.
+    if not hasattr(getattr(node, "_forward_cls", None), "compiled_bw") or _keeps_graph():
         return None
     ends = {end for leaf in leaves for end in (id(leaf), leaf.grad_fn)} - {None}
     after = [each for each, _ in node.next_functions]
@@ -41,20 +41,28 @@ def call_node(
     """Pull gradients of the outputs back to the leaves, on the current CUDA stream."""
     given: list[Tensor | None] = [None] * len(node._input_metadata)
     for root, grad in zip(roots, grads, strict=True):
-        assert root.edge is not None and grad is not None
-        given[root.edge.output_nr] = grad.to(root.dtype)
+        assert root.edge is not None
+        place, like = root.edge.output_nr, node._input_metadata[root.edge.output_nr]
+        if grad is None:
+            grad = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        given[place] = _sum(given[place], grad.to(root.dtype))  # one output may be there twice
     found = node.apply(*given)
-    by_end = {
-        _end(after): grad
-        for (after, _), grad in zip(node.next_functions, found, strict=True)
-        if after is not None
-    }
+    by_end: dict[Any, Tensor | None] = {}
+    for (after, _), grad in zip(node.next_functions, found, strict=True):
+        if after is not None:
+            by_end[_end(after)] = _sum(by_end.get(_end(after)), grad)  # as may a leaf
     return [
         by_end.get(id(leaf) if leaf.grad_fn is None else leaf.grad_fn)
         if leaf.requires_grad
         else None
         for leaf in leaves
     ]
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
 
 
 def _end(node: Any) -> Any:

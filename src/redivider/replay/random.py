@@ -56,10 +56,14 @@ class Draws(Randomness):
 
 
 class Seeded(Randomness):
-    """Numbers that are a function of a seed."""
+    """Numbers that are a function of a seed, a micro-batch and a unit.
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed = seed
+    The CPU's generator gets a seed made of all three. A GPU's gets the seed, and an offset: while a
+    CUDA graph is captured, only that can be set, and counts from where the replay begins.
+    """
+
+    def __init__(self, seed: int, microbatch: int, unit: int, device: torch.device) -> None:
+        self._seed, self._microbatch, self._unit = seed, microbatch, unit
         self._devices = _devices(device)
 
     def first(self) -> AbstractContextManager[None]:
@@ -67,10 +71,51 @@ class Seeded(Randomness):
 
     @contextmanager
     def again(self) -> Iterator[None]:
+        if _replay_begins and len(self._devices) > 1:
+            offset = _offset(self._microbatch, self._unit) - _offset(_replay_begins[-1], 0)
+            _generator(self._devices[1]).set_offset(offset)
+            yield
+            return
         with _kept_states(self._devices):
             for device in self._devices:
-                _set_seed(device, self._seed)
+                if device.type == "cpu":
+                    mixed = mix_seeds(self._seed, self._microbatch, self._unit)
+                    torch.default_generator.manual_seed(mixed)
+                else:
+                    _place(device, self._seed, _offset(self._microbatch, self._unit))
             yield
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw the CPU's numbers from a seed, and leave its generator as it was."""
+    with _kept_states((CPU,)):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+_replay_begins: list[int] = []  # the first micro-batch of the tick that is being captured
+
+
+@contextmanager
+def captured_from(microbatch: int) -> Iterator[None]:
+    """Let offsets count from a micro-batch, as `replayed_from` will have it."""
+    _replay_begins.append(microbatch)
+    try:
+        yield
+    finally:
+        _replay_begins.pop()
+
+
+@contextmanager
+def replayed_from(microbatch: int, seed: int, device: torch.device) -> Iterator[None]:
+    """Replay a graph with the numbers of a micro-batch and those behind it."""
+    if device.type == "cpu":
+        yield
+        return
+    with _kept_states((device,)):
+        _place(device, seed, _offset(microbatch, 0))
+        yield
 
 
 def mix_seeds(*parts: int | str) -> int:
@@ -107,10 +152,19 @@ def _set_state(device: torch.device, state: Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def _set_seed(device: torch.device, seed: int) -> None:
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        module = torch.get_device_module(device)
-        with module.device(device):
-            module.manual_seed(seed)
+def _offset(microbatch: int, unit: int) -> int:
+    """Where a unit's numbers begin: far enough apart, and a multiple of 4 as CUDA wants it."""
+    return (microbatch * 2**12 + unit) * 2**20
+
+
+def _place(device: torch.device, seed: int, offset: int) -> None:
+    generator = _generator(device)
+    generator.manual_seed(seed)
+    generator.set_offset(offset)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    generator: torch.Generator = module.default_generators[index]
+    return generator

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any, Literal
 
 import torch
@@ -66,6 +67,17 @@ class Record:
             self._randomness.again(),
         ):
             yield
+
+    @property
+    def changes_buffers(self) -> bool:
+        """Whether the run that was recorded changed buffers, beside running statistics."""
+        return bool(self._buffers.before)
+
+    def by(self, randomness: Randomness) -> "Record":
+        """The same circumstances, but for the random numbers."""
+        record = copy(self)
+        record._randomness = randomness
+        return record
 
     def state_dict(self) -> dict[str, Any]:
         """What a run in flight has recorded, for a checkpoint."""

@@ -1,0 +1,456 @@
+"""A steady pipeline as captured ticks, with a branch for each stage: all at once on one GPU.
+
+Within a tick no stage reads what another one does in it, so each is a branch of its own. A steady
+pipeline repeats itself after a few ticks, its phases: as many as `accumulate` needs, and two for
+the buffers. Each phase is one graph, recorded by running the lockstep tick once:
+
+    phase 0  reads what lies still, writes to its own memory
+    phase 1  reads that, writes to its own, and copies it to what lies still
+    phase 0  ...
+
+What goes on between ticks lives in graph memory meanwhile, so `leave` brings it back for whatever
+is not a steady tick: a flush, a state, an input of another shape.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from redivider.mailbox import Mailbox
+from redivider.pipeline.around import Around
+from redivider.pipeline.ring import Ring
+from redivider.pipeline.stage import Message, Stage
+from redivider.pipeline.tick import delay
+from redivider.pipeline.unit import Flow, Kept, Unit
+from redivider.replay.autocast import Autocast
+from redivider.replay.random import captured_from, replayed_from
+
+logger = logging.getLogger("redivider")
+
+NUM_STEADY = 2  # ticks of a steady pipeline before it is recorded: libraries warm up
+NUM_UNHEARD = 16  # ticks between two looks at whether a loss was not a number
+
+Inboxes: TypeAlias = list[dict[int, Message]]
+
+
+class Graphs(ABC):
+    """Records work on several lanes, to be replayed."""
+
+    @abstractmethod
+    def lane(self, index: int) -> AbstractContextManager[Any]:
+        """Where the work of a stage goes."""
+
+    @abstractmethod
+    def fork(self) -> None:
+        """Let all lanes come after what was done so far."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Let what follows come after all lanes."""
+
+    @abstractmethod
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record what a function does; return what replays it, and what it returned."""
+
+
+class CudaGraphs(Graphs):
+    """CUDA graphs that share their memory, each lane a branch."""
+
+    def __init__(self, device: torch.device, num_lanes: int) -> None:
+        self._device = device
+        self._main, *self._streams = (
+            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for _ in range(num_lanes + 1)
+        )
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def lane(self, index: int) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[index])
+
+    def fork(self) -> None:
+        for stream in self._streams:
+            stream.wait_stream(self._main)
+
+    def join(self) -> None:
+        for stream in self._streams:
+            self._main.wait_stream(stream)
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._main):
+            result = run()
+        return graph.replay, result
+
+
+class Recording(Around):
+    """The surroundings of a tick that is being recorded.
+
+    A loss that is not a number sets a flag on the device, which holds up all updates from then on:
+    those of the last stage at once, those of the others from the next tick.
+    """
+
+    def __init__(self, graphs: Graphs, clock: Tensor, num_behind: int) -> None:
+        self._graphs = graphs
+        self._clock = clock
+        self._num_behind = num_behind
+        self.clear = torch.zeros((), device=clock.device)
+        self.fault = self.clear.clone()
+        """Whether there was one before this tick; an optimizer knows it as `found_inf`."""
+        self.new_fault = self.clear.clone()
+        self.microbatch = torch.full_like(clock, -1)
+        """The first one whose loss was not a number."""
+
+    def lane(self, stage: int) -> AbstractContextManager[Any]:
+        return self._graphs.lane(stage)
+
+    def guard(self, loss: Tensor, microbatch: int) -> None:
+        bad = loss.detach().isfinite().logical_not()
+        first = bad & (self.new_fault == 0)
+        self.microbatch.copy_(torch.where(first, self._clock - self._num_behind, self.microbatch))
+        self.new_fault.copy_(torch.maximum(self.new_fault, bad.float()))
+
+    def set_rate(self, stage: Stage, factor: float) -> None:
+        """The host does it before a replay."""
+
+    def end_tick(self) -> None:
+        """When all lanes are done: let faults be known to all, and the clock go on."""
+        self.fault.copy_(self.new_fault)
+        self._clock.add_(1)
+
+
+@dataclass
+class Phase:
+    """A recorded tick: what replays it, and where the graph leaves what the next one reads."""
+
+    replay: Callable[[], None]
+    loss: Tensor
+    aux: Any
+    entering: int
+    """The micro-batch that entered while it was recorded."""
+    updates: list[Stage]
+    up: Inboxes
+    down: Inboxes
+    grads: dict[Tensor, Tensor | None]
+
+
+def reason_against(pipe: Any) -> str | None:
+    """Why the ticks of a pipeline cannot be recorded, if they cannot."""
+    if pipe.method.weights != "current":
+        return f"{pipe.method.name} keeps old weights, whose number changes"
+    if pipe.lookahead is not None:
+        return "what lookahead predicts depends on the schedule, which the host knows"
+    if pipe.arithmetic.exact:
+        return "a stream that leaves its grid must stop the pipeline at once"
+    if pipe._clip is not None:
+        return "clipping asks the host for norms"
+    for stage in pipe.stages:
+        groups = stage.optimizer.param_groups if stage.optimizer is not None else []
+        if not all(group.get("fused") for group in groups):
+            kind = type(stage.optimizer).__name__
+            return f"{kind} is not fused, and could not skip an update after a fault (fused=True)"
+    return None
+
+
+class Concurrent:
+    """Runs a pipeline's steady ticks by graphs.
+
+    Args:
+        pipe: The pipeline.
+        make_graphs: Makes what records, for so many lanes.
+    """
+
+    def __init__(self, pipe: Any, make_graphs: Callable[[int], Graphs]) -> None:
+        self._pipe = pipe
+        self._graphs = make_graphs(len(pipe.stages))
+        self._num_phases = lcm(2, pipe.accumulate)
+        self._phases: list[Phase] = []
+        self._next = 0
+        self._looks: Any = None  # of the last inputs
+        self._num_alike = 0
+        # All that is in flight must be alike, and a steady tick must have run.
+        self._num_needed = delay(0, len(pipe.stages), pipe.latency) + NUM_STEADY
+        self._mailbox = Mailbox()
+        self.is_active = False
+
+    def step(self, x: Any, target: Any, side: dict[str, Any]) -> tuple[int, Tensor, Any] | None:
+        """Run a tick by a graph; None if it must be run in lockstep."""
+        inputs = (x, target, side)
+        looks = _look(inputs)
+        if looks != self._looks or not self._is_steady():
+            self.leave()
+            self._looks, self._num_alike = looks, 0
+            return None
+        self._num_alike += 1
+        if not self.is_active:
+            if self._num_alike <= self._num_needed:
+                return None
+            if not self._phases or self._looks != self._recorded_looks:
+                self._phases = []
+                self._record(inputs)
+            elif [stage.num_pending for stage in self._pipe.stages] != self._pending:
+                return None  # the phases begin where updates are due at other ticks
+            self._enter()
+        return self._replay(inputs)
+
+    def leave(self) -> None:
+        """Bring everything in flight back to where lockstep ticks look for it."""
+        if not self.is_active:
+            return
+        self.is_active = False
+        pipe, before = self._pipe, self._phases[self._next - 1]
+        entered = pipe._first + pipe._entered - 1  # the last one
+        shift = entered - before.entering
+        for inboxes, saved in ((pipe._up, before.up), (pipe._down, before.down)):
+            for inbox, messages in zip(inboxes, saved, strict=True):
+                inbox.clear()
+                inbox |= {n + shift: _cloned(each, n + shift) for n, each in messages.items()}
+        for parameter, grad in before.grads.items():
+            parameter.grad = None if grad is None else grad.clone()
+        for stage, unit in self._units():
+            like = self._like[unit]
+            last = entered - pipe.latency * stage.index
+            first = last - delay(stage.index, len(pipe.stages), pipe.latency) + 1
+            ring, unit.ring = unit.ring, None
+            unit.kept = {
+                n: unit.revive(like, n, self._clock.device, ring.get(n) if ring else None)
+                for n in range(first, last + 1)
+                if like is not None
+            }
+        self._listen(wait=True)
+
+    def forget(self) -> None:
+        """Drop all graphs, as when a state is loaded."""
+        self.is_active = False
+        self._phases, self._num_alike = [], 0
+        for _, unit in self._units():
+            unit.ring = None
+
+    def _is_steady(self) -> bool:
+        pipe = self._pipe
+        full = pipe._tick >= delay(0, len(pipe.stages), pipe.latency)
+        # The first step of an optimizer is another than the next ones: it makes its state.
+        updated = all(each.num_updates > 0 for each in pipe.stages if each.optimizer is not None)
+        return full and updated and pipe._probe is None and pipe.observer is None
+
+    def _record(self, inputs: Any) -> None:
+        pipe = self._pipe
+        entering = pipe._first + pipe._entered
+        device = next(each for each in tree_leaves(inputs) if isinstance(each, Tensor)).device
+        self._inputs = tree_map_only(Tensor, lambda each: each.detach().clone(), inputs)
+        self._recorded_looks = self._looks
+        self._autocast = Autocast(device)
+        self._clock = torch.tensor([entering], device=device)
+        num_behind = pipe.latency * (len(pipe.stages) - 1)
+        self._recording = Recording(self._graphs, self._clock, num_behind)
+        self._pending = [stage.num_pending for stage in pipe.stages]
+        self._like: dict[Unit, Kept | None] = {
+            unit: next((replace(each, value=None) for each in unit.kept.values()), None)
+            for _, unit in self._units()
+        }
+        self._rings = {
+            unit: Ring([each.value for each in unit.kept.values()], min(unit.kept), self._clock)
+            for _, unit in self._units()
+            if unit.keep == "input" and unit.kept
+        }
+        self._put_rates_on(device)
+        with self._host_unchanged():
+            # What a cycle begins with lies still.
+            for inboxes in (pipe._up, pipe._down):
+                for inbox in inboxes:
+                    inbox |= {n: _cloned(each, n) for n, each in inbox.items()}
+            for each in self._parameters():
+                each.grad = None if each.grad is None else each.grad.clone()
+            start = (_copied(pipe._up), _copied(pipe._down), self._grads())
+            for unit, ring in self._rings.items():
+                unit.ring = ring
+            for number in range(self._num_phases):
+                self._phases.append(self._record_phase(entering + number, start))
+        last = self._phases[-1]
+        last.up, last.down, last.grads = start
+        # Its own messages bear the numbers of the cycle's beginning.
+        last.entering = entering - 1
+
+    def _put_rates_on(self, device: torch.device) -> None:
+        """Let learning rates be tensors, which the host can fill between replays."""
+        for stage in self._pipe.stages:
+            for group in stage.optimizer.param_groups if stage.optimizer is not None else ():
+                if not isinstance(group["lr"], Tensor):
+                    stage.set_rate(self._pipe._factor(max(0, stage.num_updates - 1)))
+                    dtype = torch.promote_types(group["params"][0].dtype, torch.float32)
+                    group["lr"] = torch.tensor(group["lr"], dtype=dtype, device=device)
+
+    def _record_phase(self, entering: int, start: Any) -> Phase:
+        pipe = self._pipe
+        for ring in self._rings.values():
+            ring.entering = entering
+        before = [stage.num_updates for stage in pipe.stages]
+
+        def run() -> Any:
+            x, target, side = self._inputs
+            target, side = tree_map_only(Tensor, Tensor.clone, (target, side))  # they travel
+            pipe._up[0][entering] = Message(entering, Flow(x), self._autocast, side, target)
+            pipe._entered += 1
+            self._graphs.fork()
+            with captured_from(self._oldest(entering)):
+                tick = pipe._run_tick()
+            self._graphs.join()
+            self._recording.end_tick()
+            if len(self._phases) == self._num_phases - 1:
+                _copy(_tensors(pipe._up, pipe._down, self._grads()), _tensors(*start))
+            return tick
+
+        replay, tick = self._graphs.record(run)
+        updates = [
+            stage for stage, num in zip(pipe.stages, before, strict=True) if stage.num_updates > num
+        ]
+        up, down = _copied(pipe._up), _copied(pipe._down)
+        return Phase(replay, tick.loss, tick.aux, entering, updates, up, down, self._grads())
+
+    def _enter(self) -> None:
+        """Put everything in flight where the first phase reads it."""
+        pipe = self._pipe
+        start = self._phases[-1]
+        _copy(
+            _tensors(pipe._up, pipe._down, self._grads()),
+            _tensors(start.up, start.down, start.grads),
+        )
+        for unit, ring in self._rings.items():
+            ring.fill([each.value for each in unit.kept.values()], min(unit.kept))
+            unit.ring = ring
+        self._clock.fill_(pipe._first + pipe._entered)
+        self._next = 0
+        self.is_active = True
+
+    def _replay(self, inputs: Any) -> tuple[int, Tensor, Any]:
+        pipe, phase = self._pipe, self._phases[self._next]
+        for static, each in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True):
+            if isinstance(each, Tensor):
+                static.copy_(each, non_blocking=True)
+        for stage in phase.updates:
+            stage.set_rate(pipe._factor(stage.num_updates))
+        oldest = self._oldest(pipe._first + pipe._entered)
+        with replayed_from(oldest, pipe.seed, self._clock.device):
+            phase.replay()
+        n = pipe._first + pipe._entered - pipe.latency * (len(pipe.stages) - 1)
+        pipe._tick += 1
+        pipe._entered += 1
+        for stage in pipe.stages:
+            stage.num_pending += 1
+        for stage in phase.updates:
+            stage.num_pending = 0
+            stage.num_updates += 1
+        self._next = (self._next + 1) % self._num_phases
+        self._listen(wait=False)
+        return n, phase.loss.clone(), tree_map_only(Tensor, Tensor.clone, phase.aux)
+
+    def _listen(self, *, wait: bool) -> None:
+        """Hear, now and then, whether a loss was not a number."""
+
+        def read(microbatch: Tensor) -> None:
+            if int(microbatch) >= 0:
+                raise FloatingPointError(
+                    f"the loss of micro-batch {int(microbatch)} is not a number; no update was "
+                    "done with it, and none after it"
+                )
+
+        if wait:
+            read(self._recording.microbatch)
+        elif self._pipe._tick % NUM_UNHEARD == 0:
+            self._mailbox.post(self._recording.microbatch, read)
+        self._mailbox.poll()
+
+    @contextmanager
+    def _host_unchanged(self) -> Iterator[None]:
+        """Put back all that the host counts and holds: a tick that is recorded does not happen."""
+        pipe = self._pipe
+        counters = pipe._tick, pipe._entered
+        inboxes = _copied(pipe._up), _copied(pipe._down)
+        grads = self._grads()
+        stages = [(each, each.num_pending, each.num_updates) for each in pipe.stages]
+        kept = [(unit, dict(unit.kept)) for _, unit in self._units()]
+        optimizers = [each.optimizer for each in pipe.stages if each.optimizer is not None]
+        pipe._around, around = self._recording, pipe._around
+        last = pipe.stages[-1].optimizer
+        for each in optimizers:
+            recording = self._recording
+            each.found_inf = recording.new_fault if each is last else recording.fault
+        try:
+            yield
+        finally:
+            pipe._around = around
+            for each in optimizers:
+                del each.found_inf
+            pipe._tick, pipe._entered = counters
+            pipe._up, pipe._down = inboxes
+            for parameter, grad in grads.items():
+                parameter.grad = grad
+            for stage, num_pending, num_updates in stages:
+                stage.num_pending, stage.num_updates = num_pending, num_updates
+            for unit, in_flight in kept:
+                unit.kept, unit.ring = in_flight, None
+
+    def _oldest(self, entering: int) -> int:
+        """The micro-batch that the first stage takes back when this one enters."""
+        return entering - delay(0, len(self._pipe.stages), self._pipe.latency)
+
+    def _units(self) -> list[tuple[Stage, Unit]]:
+        return [(stage, unit) for stage in self._pipe.stages for unit in stage.units]
+
+    def _parameters(self) -> list[Tensor]:
+        return [each for stage in self._pipe.stages for each in stage.module.parameters()]
+
+    def _grads(self) -> dict[Tensor, Tensor | None]:
+        return {each: each.grad for each in self._parameters()}
+
+
+def _cloned(message: Message, microbatch: int) -> Message:
+    value, side, target, grads = tree_map_only(
+        Tensor, Tensor.clone, (message.flow.value, message.side, message.target, message.grads)
+    )
+    flow = Flow(value, message.flow.dtype)
+    return Message(microbatch, flow, message.autocast, side, target, grads)
+
+
+def _copied(inboxes: Inboxes) -> Inboxes:
+    return [dict(inbox) for inbox in inboxes]
+
+
+def _tensors(up: Inboxes, down: Inboxes, grads: dict[Tensor, Tensor | None]) -> list[Tensor]:
+    """All tensors that go on to the next tick, in an order that does not change."""
+    trees = [
+        (each.flow.value, each.side, each.target, each.grads)
+        for inbox in (*up, *down)
+        for _, each in sorted(inbox.items())
+    ]
+    leaves = tree_leaves((trees, list(grads.values())))
+    return [each for each in leaves if isinstance(each, Tensor)]
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy to where a cycle begins; a source may itself lie there, and must be read first."""
+    taken = {each.untyped_storage().data_ptr() for each in targets}
+    safe = [
+        each.clone() if each.untyped_storage().data_ptr() in taken else each for each in sources
+    ]
+    torch._foreach_copy_(list(targets), safe)
+
+
+def _look(inputs: Any) -> Any:
+    """What inputs must have in common to be run by the same graphs."""
+    leaves, spec = tree_flatten(inputs)
+    looks = [
+        (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else each
+        for each in leaves
+    ]
+    devices = {each.device for each in leaves if isinstance(each, Tensor)}
+    autocast = [Autocast(device).settings for device in sorted(devices, key=str)]
+    return spec, looks, autocast, torch.is_inference_mode_enabled()

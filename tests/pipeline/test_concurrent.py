@@ -1,0 +1,159 @@
+"""Recorded ticks: the same numbers as lockstep ones, whatever the order of the branches."""
+
+import copy
+from math import lcm
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tape import Tape
+
+import redivider as rd
+from pipeline.test_trajectory import CUTS, batches, network, rate
+from redivider.pipeline.concurrent import Concurrent, reason_against
+
+OPTIMIZERS = {
+    "sgd": lambda stage: torch.optim.SGD(
+        stage.parameters(), lr=rate_of(0.05), momentum=0.9, fused=True
+    ),
+    "adamw": lambda stage: torch.optim.AdamW(stage.parameters(), lr=rate_of(0.01), fused=True),
+}
+
+
+def rate_of(number):
+    """As a recorded tick has it, so that kernels are the same ones."""
+    return torch.tensor(number, dtype=torch.float64)
+
+
+def build(cut, *, optimizer="sgd", accumulate=1, latency=1, method="petra", seed=0, recorded=True):
+    pipe = rd.Pipeline(
+        network(),
+        stages=cut,
+        loss=lambda output, target: (F.cross_entropy(output, target), output.argmax(1)),
+        method=method,
+        accumulate=accumulate,
+        latency=latency,
+        optimizer=OPTIMIZERS[optimizer],
+        lr_lambda=rate,
+    )
+    if recorded:
+        pipe._concurrent = Concurrent(pipe, lambda num: Tape(num, seed))
+    return pipe
+
+
+def run(pipe, number, start=0):
+    seen = []
+    for x, target in list(batches(start + number))[start:]:
+        tick = pipe.step(x, target)
+        seen.append((tick.microbatch, tick.loss, tick.aux))
+    return seen
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize("latency", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("stages", [2, 3, 5, 10])
+def test_ticks_are_those_of_lockstep(stages, accumulate, latency):
+    num_ticks = 200 if (stages, latency) == (3, 1) else 20 * accumulate + 8 * stages
+    pipes = [
+        build(CUTS[stages], accumulate=accumulate, latency=latency, recorded=recorded)
+        for recorded in (True, False)
+    ]
+    seen = [run(pipe, num_ticks) for pipe in pipes]
+    assert pipes[0]._concurrent.is_active
+    assert pipes[0]._concurrent._graphs.num_replays > 2 * lcm(2, accumulate)
+    assert same(*seen)
+    assert same(pipes[0].state_dict(), pipes[1].state_dict())
+    ends = [[(t.microbatch, t.loss, t.aux) for t in pipe.flush()] for pipe in pipes]
+    assert same(*ends)
+    assert same(pipes[0].state_dict(), pipes[1].state_dict())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("method", ["petra", "dsp"])
+def test_methods_and_optimizers(method, optimizer):
+    pipes = [
+        build(CUTS[5], method=method, optimizer=optimizer, accumulate=2, recorded=recorded)
+        for recorded in (True, False)
+    ]
+    assert same(*[run(pipe, 60) for pipe in pipes])
+    assert same(pipes[0].state_dict(), pipes[1].state_dict())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_states_flushes_and_other_shapes_in_the_middle(accumulate):
+    pipes = [build(CUTS[5], accumulate=accumulate, recorded=recorded) for recorded in (True, False)]
+    seen = [run(pipe, 31) for pipe in pipes]
+    odd = torch.randn(2, 5).double(), torch.randint(3, (2,))
+    for pipe, found in zip(pipes, seen, strict=True):
+        was_active = pipe is pipes[1] or pipe._concurrent.is_active
+        assert was_active
+        tick = pipe.step(*odd)
+        found.append((tick.microbatch, tick.loss, tick.aux))
+        found += run(pipe, 30, start=31)
+        state = pipe.state_dict()
+        found += run(pipe, 7, start=61)
+        pipe.load_state_dict(state)
+        found += run(pipe, 25, start=61)
+        found += [(t.microbatch, t.loss, t.aux) for t in pipe.flush()]
+        found += run(pipe, 40, start=80)
+    assert pipes[0]._concurrent.is_active
+    assert same(*seen)
+    assert same(pipes[0].state_dict(), pipes[1].state_dict())
+
+
+def test_the_order_of_the_branches_does_not_matter():
+    ends = [run(build(CUTS[5], seed=seed), 60) for seed in range(5)]
+    assert all(same(ends[0], each) for each in ends[1:])
+
+
+def test_a_loss_that_is_not_a_number_is_reported_and_no_update_follows():
+    pipe = build(CUTS[5])
+    run(pipe, 40)
+    assert pipe._concurrent.is_active
+    bad = (torch.full((4, 5), torch.nan).double(), torch.zeros(4, dtype=torch.long))
+    weights = []
+    with pytest.raises(FloatingPointError, match=r"micro-batch 40 is not a number"):
+        for number in range(60):
+            tick = pipe.step(*(bad if number == 0 else next(batches(1, seed=number))))
+            if tick.microbatch >= 40:  # it has met its loss; the host has not heard of it
+                assert tick.loss.isnan() == (tick.microbatch == 40)
+                weights.append(copy.deepcopy(pipe._chain.state_dict()))
+    assert len(weights) > 2 and all(same(weights[0], each) for each in weights)
+    assert all(each.isfinite().all() for each in weights[0].values())
+    with pytest.raises(RuntimeError, match="was stopped"):
+        pipe.step(*next(batches(1)))
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"method": "delayed"}, "keeps old weights"),
+        ({"arithmetic": "fixed"}, "leaves its grid"),
+        ({"clip_norm": 1.0}, "norms"),
+        ({"lookahead": "momentum"}, "schedule"),
+        ({"optimizer": lambda s: torch.optim.SGD(s.parameters(), lr=0.1)}, "SGD is not fused"),
+        ({}, None),
+    ],
+)
+def test_what_cannot_be_recorded_has_a_reason(options, reason):
+    options = {"optimizer": OPTIMIZERS["sgd"], **options}
+    against = reason_against(rd.Pipeline(network(), stages=3, loss=F.cross_entropy, **options))
+    assert (against is None) == (reason is None)
+    assert reason is None or reason in against
+
+
+def test_the_number_of_graphs_is_what_accumulation_needs():
+    for accumulate, num in ((1, 2), (2, 2), (3, 6), (4, 4)):
+        pipe = build(CUTS[2], accumulate=accumulate)
+        run(pipe, 12 * accumulate)
+        assert len(pipe._concurrent._phases) == num

@@ -1,0 +1,108 @@
+"""Graphs without a GPU: operations are written down, and done again on the same memory."""
+
+import random
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from redivider.pipeline.concurrent import Graphs
+
+MAIN = -1
+
+
+class Tape(Graphs):
+    """Replays lanes interleaved at random, each in its own order."""
+
+    def __init__(self, num_lanes, seed=0):
+        self.current = MAIN
+        self.random = random.Random(seed)
+        self.num_replays = 0
+
+    @contextmanager
+    def lane(self, index):
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+    def fork(self):
+        self.segments.append([])
+
+    def join(self):
+        self.segments.append([])
+
+    def record(self, run):
+        self.segments = [[]]
+        with _Writing(self) as writing:
+            result = run()
+        writing.undo()
+        segments = self.segments
+
+        def replay():
+            self.num_replays += 1
+            for segment in segments:
+                for operation in self._interleaved(segment):
+                    operation()
+
+        return replay, result
+
+    def _interleaved(self, segment):
+        lanes = {}
+        for lane, operation in segment:
+            lanes.setdefault(lane, []).append(operation)
+        queues = [iter(each) for each in lanes.values()]
+        while queues:
+            queue = self.random.choice(queues)
+            operation = next(queue, None)
+            if operation is None:
+                queues.remove(queue)
+            else:
+                yield operation
+
+
+class _Writing(TorchDispatchMode):
+    def __init__(self, tape):
+        super().__init__()
+        self.tape, self.own, self.before = tape, {}, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a number"
+        returns = func._schema.returns
+        is_view = any(each.alias_info and not each.alias_info.is_write for each in returns)
+        if func._schema.is_mutable:
+            self._save(args, kwargs)
+        result = func(*args, **kwargs)
+        outputs = _tensors(result)
+        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        for each in outputs:
+            if each.untyped_storage()._cdata not in given:
+                self.own[each.untyped_storage()._cdata] = each  # and it must not be let go
+        if not is_view:
+            mutable = func._schema.is_mutable
+
+            def again():
+                with torch.no_grad():
+                    found = func(*args, **kwargs)
+                    if not mutable:
+                        for old, new in zip(outputs, _tensors(found), strict=True):
+                            old.detach().copy_(new)
+
+            self.tape.segments[-1].append((self.tape.current, again))
+        return result
+
+    def _save(self, args, kwargs):
+        for each in _tensors((args, kwargs)):
+            key = each.untyped_storage()._cdata
+            if key not in self.own and key not in self.before:
+                self.before[key] = (each.detach(), each.detach().clone())
+
+    def undo(self):
+        """What is recorded on a GPU is not done; here it was."""
+        for tensor, before in self.before.values():
+            tensor.copy_(before)
+
+
+def _tensors(tree):
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
