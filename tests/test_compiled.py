@@ -245,3 +245,32 @@ def test_an_output_without_a_gradient_is_as_the_engine_has_it():
         weigh(chain(x)).backward()
         weigh(run_plainly(plain, x)).backward()
     assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
+
+
+class Product(torch.autograd.Function):
+    compiled_bw = True  # as torch's own have
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, dz):
+        x, y = ctx.saved_tensors
+        return dz * y, dz * x
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return Product.apply(x, x)
+
+
+def test_a_leaf_that_a_node_has_twice_gets_both_gradients():
+    couplings = [rd.Coupling(Square()) for _ in range(2)]
+    chain = rd.Chain([nn.Linear(6, 8), rd.Duplicate(), *couplings, rd.Fuse()]).double()
+    plain = copy.deepcopy(chain)
+    x = 0.1 * torch.randn(4, 6).double()
+    weigh(chain(x)).backward()
+    weigh(run_plainly(plain, x)).backward()
+    assert worst_error(gradients(chain), gradients(plain)) <= 1e-12

@@ -157,3 +157,11 @@ def test_the_number_of_graphs_is_what_accumulation_needs():
         pipe = build(CUTS[2], accumulate=accumulate)
         run(pipe, 12 * accumulate)
         assert len(pipe._concurrent._phases) == num
+
+
+def test_the_first_step_of_an_optimizer_is_not_recorded():
+    """It makes the optimizer's state: a replay would make it again."""
+    pipes = [build(CUTS[2], accumulate=9, recorded=recorded) for recorded in (True, False)]
+    assert same(*[run(pipe, 60) for pipe in pipes])
+    assert pipes[0]._concurrent.is_active
+    assert same(pipes[0].state_dict(), pipes[1].state_dict())
