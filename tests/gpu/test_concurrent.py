@@ -10,7 +10,8 @@ from networks import MLP
 from torch import nn
 
 import redivider as rd
-from redivider.pipeline.concurrent import Concurrent, CudaGraphs
+from redivider.pipeline.concurrent import Concurrent
+from redivider.pipeline.graphs import CudaGraphs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

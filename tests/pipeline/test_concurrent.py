@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tape import Tape
 
 import redivider as rd
+from pipeline.test_state import equal
 from pipeline.test_trajectory import CUTS, batches, network, rate
 from redivider.pipeline.concurrent import Concurrent, reason_against
 
@@ -49,16 +50,6 @@ def run(pipe, number, start=0):
     return seen
 
 
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
-
-
 @pytest.mark.parametrize("latency", [1, 2])
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("stages", [2, 3, 5, 10])
@@ -71,11 +62,11 @@ def test_ticks_are_those_of_lockstep(stages, accumulate, latency):
     seen = [run(pipe, num_ticks) for pipe in pipes]
     assert pipes[0]._concurrent.is_active
     assert pipes[0]._concurrent._graphs.num_replays > 2 * lcm(2, accumulate)
-    assert same(*seen)
-    assert same(pipes[0].state_dict(), pipes[1].state_dict())
+    assert equal(*seen)
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
     ends = [[(t.microbatch, t.loss, t.aux) for t in pipe.flush()] for pipe in pipes]
-    assert same(*ends)
-    assert same(pipes[0].state_dict(), pipes[1].state_dict())
+    assert equal(*ends)
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -85,8 +76,8 @@ def test_methods_and_optimizers(method, optimizer):
         build(CUTS[5], method=method, optimizer=optimizer, accumulate=2, recorded=recorded)
         for recorded in (True, False)
     ]
-    assert same(*[run(pipe, 60) for pipe in pipes])
-    assert same(pipes[0].state_dict(), pipes[1].state_dict())
+    assert equal(*[run(pipe, 60) for pipe in pipes])
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
@@ -107,13 +98,13 @@ def test_states_flushes_and_other_shapes_in_the_middle(accumulate):
         found += [(t.microbatch, t.loss, t.aux) for t in pipe.flush()]
         found += run(pipe, 40, start=80)
     assert pipes[0]._concurrent.is_active
-    assert same(*seen)
-    assert same(pipes[0].state_dict(), pipes[1].state_dict())
+    assert equal(*seen)
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
 def test_the_order_of_the_branches_does_not_matter():
     ends = [run(build(CUTS[5], seed=seed), 60) for seed in range(5)]
-    assert all(same(ends[0], each) for each in ends[1:])
+    assert all(equal(ends[0], each) for each in ends[1:])
 
 
 def test_a_loss_that_is_not_a_number_is_reported_and_no_update_follows():
@@ -128,7 +119,7 @@ def test_a_loss_that_is_not_a_number_is_reported_and_no_update_follows():
             if tick.microbatch >= 40:  # it has met its loss; the host has not heard of it
                 assert tick.loss.isnan() == (tick.microbatch == 40)
                 weights.append(copy.deepcopy(pipe._chain.state_dict()))
-    assert len(weights) > 2 and all(same(weights[0], each) for each in weights)
+    assert len(weights) > 2 and all(equal(weights[0], each) for each in weights)
     assert all(each.isfinite().all() for each in weights[0].values())
     with pytest.raises(RuntimeError, match="was stopped"):
         pipe.step(*next(batches(1)))
@@ -162,6 +153,6 @@ def test_the_number_of_graphs_is_what_accumulation_needs():
 def test_the_first_step_of_an_optimizer_is_not_recorded():
     """It makes the optimizer's state: a replay would make it again."""
     pipes = [build(CUTS[2], accumulate=9, recorded=recorded) for recorded in (True, False)]
-    assert same(*[run(pipe, 60) for pipe in pipes])
+    assert equal(*[run(pipe, 60) for pipe in pipes])
     assert pipes[0]._concurrent.is_active
-    assert same(pipes[0].state_dict(), pipes[1].state_dict())
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())

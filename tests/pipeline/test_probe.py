@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import redivider as rd
-from pipeline.reference import METHODS, Reference, _inner, _run
+from pipeline.reference import METHODS, _inner, _run
 from pipeline.test_state import build as build_with_everything
 from pipeline.test_state import equal, feed
-from pipeline.test_trajectory import CUTS, OPTIMIZERS, batches, build, network, rate
+from pipeline.test_trajectory import CUTS, batches, build, network, refer
 
 EXACT = ("delayed", "delayed-graph", "exact-inverse")
 
@@ -44,17 +44,7 @@ def test_it_finds_what_histories_and_plain_autograd_give(
     method, cut, accumulate, latency, lookahead
 ):
     model = network()
-    reference = Reference(
-        model,
-        cut,
-        loss=F.cross_entropy,
-        method=method,
-        accumulate=accumulate,
-        latency=latency,
-        optimizer=OPTIMIZERS["sgd"],
-        lr_lambda=rate,
-        lookahead=lookahead,
-    )
+    reference = refer(model, cut, method, accumulate, latency, lookahead=lookahead)
     pipe = build(rd.Pipeline, model, cut, method, accumulate, latency, lookahead=lookahead)
     probe = pipe.probe(every=7)
     for x, target in batches(40):

@@ -78,6 +78,20 @@ def build(cls, model, cut, method, accumulate, latency, optimizer="sgd", **optio
     )
 
 
+def refer(model, cut, method, accumulate, latency, optimizer="sgd", **options):
+    return Reference(
+        model,
+        cut,
+        loss=F.cross_entropy,
+        method=method,
+        accumulate=accumulate,
+        latency=latency,
+        optimizer=OPTIMIZERS[optimizer],
+        lr_lambda=rate,
+        **options,
+    )
+
+
 def distance(model: rd.Chain, reference: Reference) -> float:
     true = reference.parameters()
     pairs = [(p.detach(), true[name].detach()) for name, p in model.named_parameters()]
@@ -90,17 +104,7 @@ def follow(
 ):
     """Run both; return how far apart they are, after the ticks, a flush, and more of both."""
     model = network()
-    reference = Reference(
-        model,
-        cut,
-        loss=F.cross_entropy,
-        method=method,
-        accumulate=accumulate,
-        latency=latency,
-        optimizer=OPTIMIZERS[optimizer],
-        lr_lambda=rate,
-        **options,
-    )
+    reference = refer(model, cut, method, accumulate, latency, optimizer, **options)
     pipe = build(cls, model, cut, method, accumulate, latency, optimizer, **options)
     losses = []
     distances = []

@@ -12,10 +12,8 @@ What goes on between ticks lives in graph memory meanwhile, so `leave` brings it
 is not a steady tick: a flush, a state, an input of another shape.
 """
 
-import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, TypeAlias
@@ -25,7 +23,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from redivider.mailbox import Mailbox
-from redivider.pipeline.around import Around
+from redivider.pipeline.graphs import Graphs
+from redivider.pipeline.recording import Recording
 from redivider.pipeline.ring import Ring
 from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.tick import delay
@@ -33,98 +32,10 @@ from redivider.pipeline.unit import Flow, Kept, Unit
 from redivider.replay.autocast import Autocast
 from redivider.replay.random import captured_from, replayed_from
 
-logger = logging.getLogger("redivider")
-
 NUM_STEADY = 2  # ticks of a steady pipeline before it is recorded: libraries warm up
 NUM_UNHEARD = 16  # ticks between two looks at whether a loss was not a number
 
 Inboxes: TypeAlias = list[dict[int, Message]]
-
-
-class Graphs(ABC):
-    """Records work on several lanes, to be replayed."""
-
-    @abstractmethod
-    def lane(self, index: int) -> AbstractContextManager[Any]:
-        """Where the work of a stage goes."""
-
-    @abstractmethod
-    def fork(self) -> None:
-        """Let all lanes come after what was done so far."""
-
-    @abstractmethod
-    def join(self) -> None:
-        """Let what follows come after all lanes."""
-
-    @abstractmethod
-    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Record what a function does; return what replays it, and what it returned."""
-
-
-class CudaGraphs(Graphs):
-    """CUDA graphs that share their memory, each lane a branch."""
-
-    def __init__(self, device: torch.device, num_lanes: int) -> None:
-        self._device = device
-        self._main, *self._streams = (
-            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for _ in range(num_lanes + 1)
-        )
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def lane(self, index: int) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._streams[index])
-
-    def fork(self) -> None:
-        for stream in self._streams:
-            stream.wait_stream(self._main)
-
-    def join(self) -> None:
-        for stream in self._streams:
-            self._main.wait_stream(stream)
-
-    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._device)
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._main):
-            result = run()
-        return graph.replay, result
-
-
-class Recording(Around):
-    """The surroundings of a tick that is being recorded.
-
-    A loss that is not a number sets a flag on the device, which holds up all updates from then on:
-    those of the last stage at once, those of the others from the next tick.
-    """
-
-    def __init__(self, graphs: Graphs, clock: Tensor, num_behind: int) -> None:
-        self._graphs = graphs
-        self._clock = clock
-        self._num_behind = num_behind
-        self.clear = torch.zeros((), device=clock.device)
-        self.fault = self.clear.clone()
-        """Whether there was one before this tick; an optimizer knows it as `found_inf`."""
-        self.new_fault = self.clear.clone()
-        self.microbatch = torch.full_like(clock, -1)
-        """The first one whose loss was not a number."""
-
-    def lane(self, stage: int) -> AbstractContextManager[Any]:
-        return self._graphs.lane(stage)
-
-    def guard(self, loss: Tensor, microbatch: int) -> None:
-        bad = loss.detach().isfinite().logical_not()
-        first = bad & (self.new_fault == 0)
-        self.microbatch.copy_(torch.where(first, self._clock - self._num_behind, self.microbatch))
-        self.new_fault.copy_(torch.maximum(self.new_fault, bad.float()))
-
-    def set_rate(self, stage: Stage, factor: float) -> None:
-        """The host does it before a replay."""
-
-    def end_tick(self) -> None:
-        """When all lanes are done: let faults be known to all, and the clock go on."""
-        self.fault.copy_(self.new_fault)
-        self._clock.add_(1)
 
 
 @dataclass
@@ -212,7 +123,7 @@ class Concurrent:
         for inboxes, saved in ((pipe._up, before.up), (pipe._down, before.down)):
             for inbox, messages in zip(inboxes, saved, strict=True):
                 inbox.clear()
-                inbox |= {n + shift: _cloned(each, n + shift) for n, each in messages.items()}
+                inbox |= {n + shift: each.cloned(n + shift) for n, each in messages.items()}
         for parameter, grad in before.grads.items():
             parameter.grad = None if grad is None else grad.clone()
         for stage, unit in self._units():
@@ -266,7 +177,7 @@ class Concurrent:
             # What a cycle begins with lies still.
             for inboxes in (pipe._up, pipe._down):
                 for inbox in inboxes:
-                    inbox |= {n: _cloned(each, n) for n, each in inbox.items()}
+                    inbox |= {n: each.cloned(n) for n, each in inbox.items()}
             for each in self._parameters():
                 each.grad = None if each.grad is None else each.grad.clone()
             start = (_copied(pipe._up), _copied(pipe._down), self._grads())
@@ -410,14 +321,6 @@ class Concurrent:
 
     def _grads(self) -> dict[Tensor, Tensor | None]:
         return {each: each.grad for each in self._parameters()}
-
-
-def _cloned(message: Message, microbatch: int) -> Message:
-    value, side, target, grads = tree_map_only(
-        Tensor, Tensor.clone, (message.flow.value, message.side, message.target, message.grads)
-    )
-    flow = Flow(value, message.flow.dtype)
-    return Message(microbatch, flow, message.autocast, side, target, grads)
 
 
 def _copied(inboxes: Inboxes) -> Inboxes:

@@ -22,8 +22,9 @@ from redivider.arithmetic import Arithmetic, resolve_arithmetic
 from redivider.chain import Chain
 from redivider.errors import naming
 from redivider.pipeline.around import Around
-from redivider.pipeline.concurrent import Concurrent, CudaGraphs, reason_against
+from redivider.pipeline.concurrent import Concurrent, reason_against
 from redivider.pipeline.cut import units_of
+from redivider.pipeline.graphs import CudaGraphs
 from redivider.pipeline.lookahead import LOOKAHEADS, verify_lookahead
 from redivider.pipeline.loss import Loss
 from redivider.pipeline.memory import resolve_method

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from redivider.errors import naming
 from redivider.pipeline.lookahead import Prediction, predict
@@ -26,6 +27,14 @@ class Message:
     side: dict[str, Any] = field(default_factory=dict)
     target: Any = None
     grads: list[Tensor | None] = field(default_factory=list)
+
+    def cloned(self, microbatch: int) -> "Message":
+        """The same in memory of its own, as of another micro-batch."""
+        value, side, target, grads = tree_map_only(
+            Tensor, Tensor.clone, (self.flow.value, self.side, self.target, self.grads)
+        )
+        flow = Flow(value, self.flow.dtype)
+        return Message(microbatch, flow, self.autocast, side, target, grads)
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as plain data and tensors."""

@@ -118,12 +118,12 @@ class Unit:
         argument = self._argument(flow)
         call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
         kept = Kept(self._record(call, microbatch, tensors[0].device), dtype=flow.dtype)
-        own = set(self.parameters)
         looks_ahead = ahead is not None and ahead.has_any(self.parameters)
         if ahead is not None and looks_ahead:
             others = [ahead.weights.get(each, each) for each in self.parameters]
-            if self.stash:  # those that will not move by momentum may still be updated
-                others = [each.detach().clone() if each in own else each for each in others]
+            if self.stash:  # those that momentum does not move may still be updated
+                pairs = zip(others, self.parameters, strict=True)
+                others = [each.detach().clone() if each is own else each for each, own in pairs]
                 kept.version = self.stash.borrow(ahead.num_updates, others)
             tensors = self._with_weights(tensors, others)
         elif self.stash:

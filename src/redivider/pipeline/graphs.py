@@ -1,0 +1,58 @@
+"""Work on several lanes, recorded once and replayed: on a GPU, CUDA graphs with a branch a lane."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+class Graphs(ABC):
+    """Records work on several lanes, to be replayed."""
+
+    @abstractmethod
+    def lane(self, index: int) -> AbstractContextManager[Any]:
+        """Where the work of a stage goes."""
+
+    @abstractmethod
+    def fork(self) -> None:
+        """Let all lanes come after what was done so far."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Let what follows come after all lanes."""
+
+    @abstractmethod
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record what a function does; return what replays it, and what it returned."""
+
+
+class CudaGraphs(Graphs):
+    """CUDA graphs that share their memory, each lane a branch."""
+
+    def __init__(self, device: torch.device, num_lanes: int) -> None:
+        self._device = device
+        self._main, *self._streams = (
+            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            for _ in range(num_lanes + 1)
+        )
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def lane(self, index: int) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[index])
+
+    def fork(self) -> None:
+        for stream in self._streams:
+            stream.wait_stream(self._main)
+
+    def join(self) -> None:
+        for stream in self._streams:
+            self._main.wait_stream(stream)
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._main):
+            result = run()
+        return graph.replay, result
