@@ -12,17 +12,18 @@ What goes on between ticks lives in graph memory meanwhile, so `leave` brings it
 is not a steady tick: a flush, a state, an input of another shape.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from redivider.mailbox import Mailbox
+from redivider.pipeline.carried import Carried
 from redivider.pipeline.graphs import Graphs
 from redivider.pipeline.recording import Recording
 from redivider.pipeline.ring import Ring
@@ -35,8 +36,6 @@ from redivider.replay.random import captured_from, replayed_from
 NUM_STEADY = 2  # ticks of a steady pipeline before it is recorded: libraries warm up
 NUM_UNHEARD = 16  # ticks between two looks at whether a loss was not a number
 
-Inboxes: TypeAlias = list[dict[int, Message]]
-
 
 @dataclass
 class Phase:
@@ -48,9 +47,7 @@ class Phase:
     entering: int
     """The micro-batch that entered while it was recorded."""
     updates: list[Stage]
-    up: Inboxes
-    down: Inboxes
-    grads: dict[Tensor, Tensor | None]
+    carried: Carried
 
 
 def reason_against(pipe: Any) -> str | None:
@@ -119,13 +116,7 @@ class Concurrent:
         self.is_active = False
         pipe, before = self._pipe, self._phases[self._next - 1]
         entered = pipe._first + pipe._entered - 1  # the last one
-        shift = entered - before.entering
-        for inboxes, saved in ((pipe._up, before.up), (pipe._down, before.down)):
-            for inbox, messages in zip(inboxes, saved, strict=True):
-                inbox.clear()
-                inbox |= {n + shift: each.cloned(n + shift) for n, each in messages.items()}
-        for parameter, grad in before.grads.items():
-            parameter.grad = None if grad is None else grad.clone()
+        before.carried.cloned(entered - before.entering).give_to(pipe)
         for stage, unit in self._units():
             like = self._like[unit]
             last = entered - pipe.latency * stage.index
@@ -174,19 +165,14 @@ class Concurrent:
         }
         self._put_rates_on(device)
         with self._host_unchanged():
-            # What a cycle begins with lies still.
-            for inboxes in (pipe._up, pipe._down):
-                for inbox in inboxes:
-                    inbox |= {n: each.cloned(n) for n, each in inbox.items()}
-            for each in self._parameters():
-                each.grad = None if each.grad is None else each.grad.clone()
-            start = (_copied(pipe._up), _copied(pipe._down), self._grads())
+            start = Carried.of(pipe).cloned()  # what a cycle begins with lies still
+            start.give_to(pipe)
             for unit, ring in self._rings.items():
                 unit.ring = ring
             for number in range(self._num_phases):
                 self._phases.append(self._record_phase(entering + number, start))
         last = self._phases[-1]
-        last.up, last.down, last.grads = start
+        last.carried = start
         # Its own messages bear the numbers of the cycle's beginning.
         last.entering = entering - 1
 
@@ -199,7 +185,7 @@ class Concurrent:
                     dtype = torch.promote_types(group["params"][0].dtype, torch.float32)
                     group["lr"] = torch.tensor(group["lr"], dtype=dtype, device=device)
 
-    def _record_phase(self, entering: int, start: Any) -> Phase:
+    def _record_phase(self, entering: int, start: Carried) -> Phase:
         pipe = self._pipe
         for ring in self._rings.values():
             ring.entering = entering
@@ -216,24 +202,19 @@ class Concurrent:
             self._graphs.join()
             self._recording.end_tick()
             if len(self._phases) == self._num_phases - 1:
-                _copy(_tensors(pipe._up, pipe._down, self._grads()), _tensors(*start))
+                Carried.of(pipe).copy_to(start)
             return tick
 
         replay, tick = self._graphs.record(run)
         updates = [
             stage for stage, num in zip(pipe.stages, before, strict=True) if stage.num_updates > num
         ]
-        up, down = _copied(pipe._up), _copied(pipe._down)
-        return Phase(replay, tick.loss, tick.aux, entering, updates, up, down, self._grads())
+        return Phase(replay, tick.loss, tick.aux, entering, updates, Carried.of(pipe))
 
     def _enter(self) -> None:
         """Put everything in flight where the first phase reads it."""
         pipe = self._pipe
-        start = self._phases[-1]
-        _copy(
-            _tensors(pipe._up, pipe._down, self._grads()),
-            _tensors(start.up, start.down, start.grads),
-        )
+        Carried.of(pipe).copy_to(self._phases[-1].carried)
         for unit, ring in self._rings.items():
             ring.fill([each.value for each in unit.kept.values()], min(unit.kept))
             unit.ring = ring
@@ -284,8 +265,7 @@ class Concurrent:
         """Put back all that the host counts and holds: a tick that is recorded does not happen."""
         pipe = self._pipe
         counters = pipe._tick, pipe._entered
-        inboxes = _copied(pipe._up), _copied(pipe._down)
-        grads = self._grads()
+        carried = Carried.of(pipe)
         stages = [(each, each.num_pending, each.num_updates) for each in pipe.stages]
         kept = [(unit, dict(unit.kept)) for _, unit in self._units()]
         optimizers = [each.optimizer for each in pipe.stages if each.optimizer is not None]
@@ -301,9 +281,7 @@ class Concurrent:
             for each in optimizers:
                 del each.found_inf
             pipe._tick, pipe._entered = counters
-            pipe._up, pipe._down = inboxes
-            for parameter, grad in grads.items():
-                parameter.grad = grad
+            carried.give_to(pipe)
             for stage, num_pending, num_updates in stages:
                 stage.num_pending, stage.num_updates = num_pending, num_updates
             for unit, in_flight in kept:
@@ -315,36 +293,6 @@ class Concurrent:
 
     def _units(self) -> list[tuple[Stage, Unit]]:
         return [(stage, unit) for stage in self._pipe.stages for unit in stage.units]
-
-    def _parameters(self) -> list[Tensor]:
-        return [each for stage in self._pipe.stages for each in stage.module.parameters()]
-
-    def _grads(self) -> dict[Tensor, Tensor | None]:
-        return {each: each.grad for each in self._parameters()}
-
-
-def _copied(inboxes: Inboxes) -> Inboxes:
-    return [dict(inbox) for inbox in inboxes]
-
-
-def _tensors(up: Inboxes, down: Inboxes, grads: dict[Tensor, Tensor | None]) -> list[Tensor]:
-    """All tensors that go on to the next tick, in an order that does not change."""
-    trees = [
-        (each.flow.value, each.side, each.target, each.grads)
-        for inbox in (*up, *down)
-        for _, each in sorted(inbox.items())
-    ]
-    leaves = tree_leaves((trees, list(grads.values())))
-    return [each for each in leaves if isinstance(each, Tensor)]
-
-
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy to where a cycle begins; a source may itself lie there, and must be read first."""
-    taken = {each.untyped_storage().data_ptr() for each in targets}
-    safe = [
-        each.clone() if each.untyped_storage().data_ptr() in taken else each for each in sources
-    ]
-    torch._foreach_copy_(list(targets), safe)
 
 
 def _look(inputs: Any) -> Any:

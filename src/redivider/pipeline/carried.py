@@ -1,0 +1,62 @@
+"""What goes on from one tick to the next: messages on their way, and gradients not yet applied."""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from redivider.pipeline.stage import Message
+
+Inboxes: TypeAlias = list[dict[int, Message]]
+
+
+@dataclass
+class Carried:
+    """The messages by stage and micro-batch, and the gradients by parameter."""
+
+    up: Inboxes
+    down: Inboxes
+    grads: dict[Tensor, Tensor | None]
+
+    @classmethod
+    def of(cls, pipe: Any) -> "Carried":
+        """What a pipeline holds now: the same tensors in dictionaries of its own."""
+        parameters = [each for stage in pipe.stages for each in stage.module.parameters()]
+        up, down = ([dict(inbox) for inbox in inboxes] for inboxes in (pipe._up, pipe._down))
+        return cls(up, down, {each: each.grad for each in parameters})
+
+    def cloned(self, shift: int = 0) -> "Carried":
+        """The same in memory of its own, of micro-batches that lie so many further on."""
+        up, down = (
+            [{n + shift: each.cloned(n + shift) for n, each in inbox.items()} for inbox in inboxes]
+            for inboxes in (self.up, self.down)
+        )
+        grads = {p: None if grad is None else grad.clone() for p, grad in self.grads.items()}
+        return Carried(up, down, grads)
+
+    def give_to(self, pipe: Any) -> None:
+        """Let a pipeline go on from here."""
+        pipe._up, pipe._down = ([dict(inbox) for inbox in each] for each in (self.up, self.down))
+        for parameter, grad in self.grads.items():
+            parameter.grad = grad
+
+    def copy_to(self, other: "Carried") -> None:
+        """Copy all tensors to where another's lie; some may lie there, and must be read first."""
+        sources, targets = self._tensors(), other._tensors()
+        taken = {each.untyped_storage().data_ptr() for each in targets}
+        safe = [
+            each.clone() if each.untyped_storage().data_ptr() in taken else each for each in sources
+        ]
+        torch._foreach_copy_(targets, safe)
+
+    def _tensors(self) -> list[Tensor]:
+        """In an order that does not change from tick to tick."""
+        trees = [
+            (each.flow.value, each.side, each.target, each.grads)
+            for inbox in (*self.up, *self.down)
+            for _, each in sorted(inbox.items())
+        ]
+        leaves = tree_leaves((trees, list(self.grads.values())))
+        return [each for each in leaves if isinstance(each, Tensor)]
