@@ -6,7 +6,9 @@ from math import lcm
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Buffered
 from tape import Tape
+from torch import nn
 
 import redivider as rd
 from pipeline.test_state import equal
@@ -141,6 +143,27 @@ def test_what_cannot_be_recorded_has_a_reason(options, reason):
     against = reason_against(rd.Pipeline(network(), stages=3, loss=F.cross_entropy, **options))
     assert (against is None) == (reason is None)
     assert reason is None or reason in against
+
+
+def test_units_that_move_their_buffers_stay_in_lockstep(caplog):
+    caplog.set_level("INFO", "redivider")
+    pipes = []
+    for recorded in (True, False):
+        torch.manual_seed(0)
+        units = [nn.Linear(5, 8), rd.Duplicate(), rd.Coupling(Buffered(8)), rd.Fuse()]
+        pipe = rd.Pipeline(
+            rd.Chain([*units, nn.Linear(16, 3)]).double(),
+            stages="auto",
+            loss=F.cross_entropy,
+            optimizer=OPTIMIZERS["sgd"],
+        )
+        if recorded:
+            pipe._concurrent = Concurrent(pipe, Tape)
+        pipes.append(pipe)
+    assert equal(*[run(pipe, 30) for pipe in pipes])
+    assert not pipes[0]._concurrent.is_active
+    said = [each.message for each in caplog.records if "not captured" in each.message]
+    assert len(said) == 1 and "unit 2" in said[0] and "buffers" in said[0]
 
 
 def test_the_number_of_graphs_is_what_accumulation_needs():

@@ -12,6 +12,7 @@ What goes on between ticks lives in graph memory meanwhile, so `leave` brings it
 is not a steady tick: a flush, a state, an input of another shape.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from redivider.pipeline.tick import delay
 from redivider.pipeline.unit import Flow, Kept, Unit
 from redivider.replay.autocast import Autocast
 from redivider.replay.random import captured_from, replayed_from
+
+logger = logging.getLogger("redivider")
 
 NUM_STEADY = 2  # ticks of a steady pipeline before it is recorded: libraries warm up
 NUM_UNHEARD = 16  # ticks between two looks at whether a loss was not a number
@@ -88,6 +91,7 @@ class Concurrent:
         self._num_needed = delay(0, len(pipe.stages), pipe.latency) + NUM_STEADY
         self._mailbox = Mailbox()
         self.is_active = False
+        self._is_refused = False
 
     def step(self, x: Any, target: Any, side: dict[str, Any]) -> tuple[int, Tensor, Any] | None:
         """Run a tick by a graph; None if it must be run in lockstep."""
@@ -100,6 +104,8 @@ class Concurrent:
         self._num_alike += 1
         if not self.is_active:
             if self._num_alike <= self._num_needed:
+                return None
+            if self._refuses():
                 return None
             if not self._phases or self._looks != self._recorded_looks:
                 self._phases = []
@@ -142,6 +148,14 @@ class Concurrent:
         # The first step of an optimizer is another than the next ones: it makes its state.
         updated = all(each.num_updates > 0 for each in pipe.stages if each.optimizer is not None)
         return full and updated and pipe._probe is None and pipe.observer is None
+
+    def _refuses(self) -> bool:
+        """Whether a unit keeps old buffers for what is in flight, which nothing would replay."""
+        moving = [unit.name for _, unit in self._units() if unit.changes_buffers]
+        if moving and not self._is_refused:
+            self._is_refused = True
+            logger.info("ticks are not captured: %s changes its buffers", moving[0])
+        return self._is_refused
 
     def _record(self, inputs: Any) -> None:
         pipe = self._pipe

@@ -22,6 +22,7 @@ from redivider.pipeline.lookahead import Prediction
 from redivider.pipeline.memory import Method, Stash, Version
 from redivider.pipeline.ring import Ring
 from redivider.replay import Call, GraphRun, Record
+from redivider.replay.buffers import changes_buffers
 from redivider.replay.random import Seeded
 from redivider.replay.statistics import statistics_untouched
 from redivider.row import Keep, widen_streams
@@ -199,6 +200,11 @@ class Unit:
             return self._pull(kept, Flow(None), grads, side)[1:]
 
         return Flow(output, flow.dtype if self.is_coupling else None), pull
+
+    @property
+    def changes_buffers(self) -> bool:
+        """Whether a run of it, as far as is known, changes buffers beside running statistics."""
+        return changes_buffers(self._inner)
 
     def revive(self, like: Kept, microbatch: int, device: torch.device, value: Any) -> Kept:
         """What is kept of another micro-batch than `like`, and with another value."""

@@ -88,6 +88,11 @@ class Buffers:
                 holder[slot[1]] = now.get(slot)
 
 
+def changes_buffers(module: nn.Module) -> bool:
+    """Whether a module that has run changes buffers, beside running statistics."""
+    return any(_learned.get(module, {}).values())
+
+
 def _same(old: Tensor, now: Tensor | None) -> bool:
     if now is None or old.shape != now.shape:
         return False

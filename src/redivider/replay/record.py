@@ -68,11 +68,6 @@ class Record:
         ):
             yield
 
-    @property
-    def changes_buffers(self) -> bool:
-        """Whether the run that was recorded changed buffers, beside running statistics."""
-        return bool(self._buffers.before)
-
     def by(self, randomness: Randomness) -> "Record":
         """The same circumstances, but for the random numbers."""
         record = copy(self)
