@@ -161,14 +161,35 @@ def test_it_prints_and_draws(tmp_path):
         pipe.probe(every=0)
 
 
+def tied_network():
+    torch.manual_seed(0)
+    f = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    units = [nn.Linear(5, 4), rd.Duplicate(), rd.Coupling(f), rd.Coupling(f), rd.Fuse()]
+    return rd.Chain([*units, nn.Linear(8, 3)])
+
+
+def test_gradients_of_shared_weights_are_compared_whole():
+    pipe = rd.Pipeline(
+        tied_network(),
+        stages=[2, 2, 2],
+        loss=F.cross_entropy,
+        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.0),
+    )
+    probe = pipe.probe(every=1)
+    for x, target in batches(10):
+        pipe.step(x.float(), target)
+    tied = [each for each in probe.found if each.stage == 1]
+    assert [(each.cosine, each.ratio) for each in tied] == [
+        pytest.approx((1.0, 1.0), abs=1e-5) for _ in tied
+    ]
+    assert tied
+
+
 def test_weights_that_units_of_a_stage_share():
     """Gradients of both are summed, in the training's own order."""
     ends = []
     for watched in (False, True):
-        torch.manual_seed(0)
-        f = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        units = [nn.Linear(5, 4), rd.Duplicate(), rd.Coupling(f), rd.Coupling(f), rd.Fuse()]
-        model = rd.Chain([*units, nn.Linear(8, 3)])
+        model = tied_network()
         pipe = build(rd.Pipeline, model, [2, 2, 2], "petra", 2, 1)
         probe = pipe.probe(every=1) if watched else None
         for x, target in batches(20):
