@@ -29,6 +29,11 @@ class Tape(Graphs):
     def fork(self):
         self.segments.append([])
 
+    def wait(self, lane, other):
+        if lane != other:
+            done = sum(each == other for each, _ in self.segments[-1])
+            self.segments[-1].append((lane, (other, done)))
+
     def join(self):
         self.segments.append([])
 
@@ -51,14 +56,20 @@ class Tape(Graphs):
         lanes = {}
         for lane, operation in segment:
             lanes.setdefault(lane, []).append(operation)
-        queues = [iter(each) for each in lanes.values()]
-        while queues:
-            queue = self.random.choice(queues)
-            operation = next(queue, None)
-            if operation is None:
-                queues.remove(queue)
+        done = dict.fromkeys(lanes, 0)
+        while lanes:
+            lane = self.random.choice(list(lanes))
+            if done[lane] == len(lanes[lane]):
+                del lanes[lane]
+                continue
+            operation = lanes[lane][done[lane]]
+            if isinstance(operation, tuple):  # a wait
+                other, number = operation
+                if done.get(other, 0) < number:
+                    continue
             else:
                 yield operation
+            done[lane] += 1
 
 
 class _Writing(TorchDispatchMode):
@@ -68,10 +79,12 @@ class _Writing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a number"
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("the host reads a number while a graph is captured")
         returns = func._schema.returns
         is_view = any(each.alias_info and not each.alias_info.is_write for each in returns)
-        if func._schema.is_mutable:
+        # Batch norm writes to its running statistics, and its schema does not say so.
+        if func._schema.is_mutable or "batch_norm" in func.__name__:
             self._save(args, kwargs)
         result = func(*args, **kwargs)
         outputs = _tensors(result)

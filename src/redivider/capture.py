@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from redivider.auto import WAYS, faster, forcing, timer
 from redivider.chain import observing
 from redivider.errors import CaptureError
+from redivider.graph import capturing
 from redivider.step_state import Settings, StepState
 
 NUM_WARM_UPS = 3
@@ -128,7 +129,7 @@ class Captured:
 
     def _capture(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        with _generator_saved(), torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
+        with capturing(self._graph, torch.cuda.current_stream()):
             with _refused("failed while it was captured"):
                 output = self._run(waits="default")
         for each in tree_leaves(output):
@@ -189,22 +190,6 @@ def _own_stream(device: torch.device) -> Iterator[None]:
             yield
     finally:
         caller.wait_stream(own)
-
-
-@contextmanager
-def _generator_saved() -> Iterator[None]:
-    """After a capture that failed the generator would still wait for its end: replace its state."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    fresh = generator.clone_state()
-    try:
-        yield
-    except RuntimeError as error:
-        generator.graphsafe_set_state(fresh)
-        # The end of the capture fails as well, and would hide what it failed of.
-        cause = error.__context__
-        if isinstance(cause, CaptureError) and error is not cause:
-            raise cause from cause.__cause__
-        raise
 
 
 @contextmanager

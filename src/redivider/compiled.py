@@ -4,14 +4,16 @@ A whole chain is nothing to compile: its nodes and generators are Python's busin
 is inside the units, and layers that differ in their weights alone can share one graph.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from functools import partial
 from itertools import count
 from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from redivider.arithmetic import Arithmetic, Checked
 from redivider.coupling import Coupling
@@ -30,7 +32,8 @@ def compile_units(units: Iterable[nn.Module], **options: Any) -> None:
                 kind = _kind(module)
                 if kind not in runs:
                     runs[kind] = [
-                        torch.compile(_own(each), **options) for each in (_run, _run_joint)
+                        torch.compile(own_code(each), **options)
+                        for each in (_run, _run_joint, _run_apart)
                     ]
                 # What nn.Module.compile() sets, too.
                 module._compiled_call_impl = _Compiled(module, *runs[kind])
@@ -72,8 +75,8 @@ class CompiledArithmetic(Arithmetic):
 
 
 class _Compiled:
-    def __init__(self, module: nn.Module, run: Any, joint: Any) -> None:
-        self._module, self._run, self._joint = module, run, joint
+    def __init__(self, module: nn.Module, run: Any, joint: Any, apart: Any) -> None:
+        self._module, self._run, self._joint, self._apart = module, run, joint, apart
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) > 1 and isinstance(self._module, Coupling):  # in the row of a chain
@@ -89,6 +92,22 @@ class _Compiled:
         found: tuple[Tensor, Tensor, Tensor] = self._joint(self._module, *args, **kwargs)
         return found
 
+    def run_apart(self, dtypes: tuple[torch.dtype, ...], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a module for its graph alone; give stand-ins for its outputs, in these dtypes.
+
+        What the outputs are is not computed where the backward does not need it, and gradients in
+        another precision than the outputs enter the graph as they are.
+        """
+        return self._apart(self._module, dtypes, *args, **kwargs)
+
+
+def run_apart(module: nn.Module, grads: Sequence[Tensor | None]) -> Callable[..., Any] | None:
+    """What runs a compiled module apart from its outputs, given all their gradients."""
+    compiled = getattr(module, "_compiled_call_impl", None)
+    if not isinstance(compiled, _Compiled) or any(grad is None for grad in grads):
+        return None
+    return partial(compiled.run_apart, tuple(grad.dtype for grad in grads if grad is not None))
+
 
 def _run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     # The compiler passes over a container's own call, and would see its parts one by one.
@@ -100,6 +119,27 @@ def _run_joint(module: nn.Module, a: Tensor, /, **side: Any) -> tuple[Tensor, Te
     # forward does, which adds it to the stream as it is here.
     r = module._call_impl(a, **side)  # type: ignore[no-untyped-call]
     return r.detach(), *_StandIns.apply(r, a)  # type: ignore[no-untyped-call]
+
+
+def _run_apart(
+    module: nn.Module, dtypes: tuple[torch.dtype, ...], /, *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    outputs = tree_leaves(module._call_impl(*args, **kwargs))  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _Outputs.apply(dtypes, *outputs)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Outputs(torch.autograd.Function):
+    """Tensors without numbers, by which gradients of outputs enter the graph of a module."""
+
+    @staticmethod
+    def forward(ctx: Any, dtypes: tuple[torch.dtype, ...], *outputs: Tensor) -> Any:
+        pairs = zip(outputs, dtypes, strict=True)
+        return tuple(torch.empty_like(each, dtype=dtype) for each, dtype in pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *grads
 
 
 class _StandIns(torch.autograd.Function):
@@ -117,7 +157,7 @@ class _StandIns(torch.autograd.Function):
 _numbers = count()
 
 
-def _own(function: Any) -> FunctionType:
+def own_code(function: Any) -> FunctionType:
     """A copy with code of its own: graphs are cached by code, and limited in number."""
     code = function.__code__.replace(co_name=f"{function.__name__}_kind_{next(_numbers)}")
     return FunctionType(code, function.__globals__, code.co_name)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import redivider as rd
+from redivider.replay.statistics import counted_later, statistics_counted, statistics_untouched
 
 REPLAYING = ("reverse", "checkpoint")
 
@@ -285,3 +286,39 @@ def test_statistics_of_images_and_of_junctions(backward):
     assert int(chain[1].num_batches_tracked) == 1
     for got, true in zip(chain.buffers(), plain.buffers(), strict=True):
         assert torch.equal(got, true)
+
+
+class _Layers(nn.Sequential):
+    def __init__(self, *momentums):
+        super().__init__(*(nn.BatchNorm1d(3, momentum=each) for each in momentums))
+
+
+def test_batches_are_counted_in_all_layers_and_averages_without_momentum_are_right():
+    torch.manual_seed(0)
+    module = _Layers(0.1, None, 0.5)
+    plain = copy.deepcopy(module)
+    for number in range(1, 5):
+        x = torch.randn(6, 3)
+        with statistics_counted(list(module.modules())):
+            y = module(x)
+        assert torch.equal(y, plain(x))
+        for ours, theirs in zip(module.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(ours, theirs)
+        assert all(layer.num_batches_tracked == number for layer in module)
+
+
+def test_counters_that_are_left_for_later_are_handed_out():
+    module = _Layers(0.1, 0.1)
+    with counted_later() as counters, statistics_counted(list(module.modules())):
+        module(torch.randn(6, 3))
+    assert [id(each) for each in counters] == [id(layer.num_batches_tracked) for layer in module]
+    assert all(each == 0 for each in counters)
+
+
+def test_what_is_not_to_be_touched_is_not_counted_inside_either():
+    module = _Layers(0.1)
+    modules = list(module.modules())
+    before = [each.clone() for each in module.buffers()]
+    with statistics_untouched(modules), statistics_counted(modules):
+        module(torch.randn(6, 3))
+    assert all(torch.equal(a, b) for a, b in zip(module.buffers(), before, strict=True))

@@ -1,19 +1,21 @@
 """What surrounds the actions of a tick."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from redivider.pipeline.stage import Stage
 
+Kind: TypeAlias = Literal["F", "B", "U"]
+
 
 class Around:
     """The surroundings of a tick that runs at once; one that is recorded has others."""
 
-    def lane(self, stage: int) -> AbstractContextManager[Any]:
-        """Where the work of a stage goes."""
+    def lane(self, kind: Kind, stage: int) -> AbstractContextManager[Any]:
+        """Where a stage's forward, backward or update goes."""
         return nullcontext()
 
     def guard(self, loss: Tensor, microbatch: int) -> None:

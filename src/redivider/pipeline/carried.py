@@ -49,7 +49,14 @@ class Carried:
         safe = [
             each.clone() if each.untyped_storage().data_ptr() in taken else each for each in sources
         ]
-        torch._foreach_copy_(targets, safe)
+        by_look: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for target, source in zip(targets, safe, strict=True):
+            look = (target.dtype, source.dtype, target.stride() == source.stride())
+            some = by_look.setdefault(look, ([], []))
+            some[0].append(target)
+            some[1].append(source)
+        for some in by_look.values():  # each in a kernel or a few
+            torch._foreach_copy_(*some)
 
     def _tensors(self) -> list[Tensor]:
         """In an order that does not change from tick to tick."""

@@ -1,43 +1,51 @@
 """A steady pipeline as captured ticks, with a branch for each stage: all at once on one GPU.
 
-Within a tick no stage reads what another one does in it, so each is a branch of its own. A steady
-pipeline repeats itself after a few ticks, its phases: as many as `accumulate` needs, and two for
-the buffers. Each phase is one graph, recorded by running the lockstep tick once:
+Within a tick no stage reads what another one does in it, and a stage's forward nothing that its
+backward does, so each of these is a branch of its own. A steady pipeline repeats itself after a few
+ticks, its phases: as many as `accumulate` needs. Each phase is one graph, recorded by running the
+lockstep tick once:
 
     phase 0  reads what lies still, writes to its own memory
-    phase 1  reads that, writes to its own, and copies it to what lies still
+    phase 1  reads that, writes to its own
+    phase 2  reads that, writes to its own, and copies it to what lies still
     phase 0  ...
+
+The more phases, the fewer copies.
 
 What goes on between ticks lives in graph memory meanwhile, so `leave` brings it back for whatever
 is not a steady tick: a flush, a state, an input of another shape.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import lcm
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.mailbox import Mailbox
+from redivider.pipeline.capturable import look_of
 from redivider.pipeline.carried import Carried
+from redivider.pipeline.control import Control
 from redivider.pipeline.graphs import Graphs
-from redivider.pipeline.recording import Recording
+from redivider.pipeline.recording import NONE, Recording
 from redivider.pipeline.ring import Ring
 from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.tick import delay
 from redivider.pipeline.unit import Flow, Kept, Unit
 from redivider.replay.autocast import Autocast
 from redivider.replay.random import captured_from, replayed_from
+from redivider.replay.statistics import counted_later
 
 logger = logging.getLogger("redivider")
 
 NUM_STEADY = 2  # ticks of a steady pipeline before it is recorded: libraries warm up
 NUM_UNHEARD = 16  # ticks between two looks at whether a loss was not a number
+NUM_PHASES = 8  # at least; each has memory of its own for messages
 
 
 @dataclass
@@ -53,24 +61,6 @@ class Phase:
     carried: Carried
 
 
-def reason_against(pipe: Any) -> str | None:
-    """Why the ticks of a pipeline cannot be recorded, if they cannot."""
-    if pipe.method.weights != "current":
-        return f"{pipe.method.name} keeps old weights, whose number changes"
-    if pipe.lookahead is not None:
-        return "what lookahead predicts depends on the schedule, which the host knows"
-    if pipe.arithmetic.exact:
-        return "a stream that leaves its grid must stop the pipeline at once"
-    if pipe._clip is not None:
-        return "clipping asks the host for norms"
-    for stage in pipe.stages:
-        groups = stage.optimizer.param_groups if stage.optimizer is not None else []
-        if not all(group.get("fused") for group in groups):
-            kind = type(stage.optimizer).__name__
-            return f"{kind} is not fused, and could not skip an update after a fault (fused=True)"
-    return None
-
-
 class Concurrent:
     """Runs a pipeline's steady ticks by graphs.
 
@@ -81,8 +71,8 @@ class Concurrent:
 
     def __init__(self, pipe: Any, make_graphs: Callable[[int], Graphs]) -> None:
         self._pipe = pipe
-        self._graphs = make_graphs(len(pipe.stages))
-        self._num_phases = lcm(2, pipe.accumulate)
+        self._make_graphs = make_graphs
+        self._num_phases = pipe.accumulate * ceil(NUM_PHASES / pipe.accumulate)
         self._phases: list[Phase] = []
         self._next = 0
         self._looks: Any = None  # of the last inputs
@@ -96,7 +86,7 @@ class Concurrent:
     def step(self, x: Any, target: Any, side: dict[str, Any]) -> tuple[int, Tensor, Any] | None:
         """Run a tick by a graph; None if it must be run in lockstep."""
         inputs = (x, target, side)
-        looks = _look(inputs)
+        looks = look_of(inputs)
         if looks != self._looks or not self._is_steady():
             self.leave()
             self._looks, self._num_alike = looks, 0
@@ -109,7 +99,8 @@ class Concurrent:
                 return None
             if not self._phases or self._looks != self._recorded_looks:
                 self._phases = []
-                self._record(inputs)
+                if not self._try_to_record(inputs):
+                    return None
             elif [stage.num_pending for stage in self._pipe.stages] != self._pending:
                 return None  # the phases begin where updates are due at other ticks
             self._enter()
@@ -123,13 +114,14 @@ class Concurrent:
         pipe, before = self._pipe, self._phases[self._next - 1]
         entered = pipe._first + pipe._entered - 1  # the last one
         before.carried.cloned(entered - before.entering).give_to(pipe)
+        device = self._control.numbers.device
         for stage, unit in self._units():
             like = self._like[unit]
             last = entered - pipe.latency * stage.index
             first = last - delay(stage.index, len(pipe.stages), pipe.latency) + 1
             ring, unit.ring = unit.ring, None
             unit.kept = {
-                n: unit.revive(like, n, self._clock.device, ring.get(n) if ring else None)
+                n: unit.revive(like, n, device, ring.get(n) if ring else None)
                 for n in range(first, last + 1)
                 if like is not None
             }
@@ -153,9 +145,24 @@ class Concurrent:
         """Whether a unit keeps old buffers for what is in flight, which nothing would replay."""
         moving = [unit.name for _, unit in self._units() if unit.changes_buffers]
         if moving and not self._is_refused:
-            self._is_refused = True
-            logger.info("ticks are not captured: %s changes its buffers", moving[0])
+            self._refuse(f"{moving[0]} changes its buffers")
         return self._is_refused
+
+    def _refuse(self, why: str) -> None:
+        self._is_refused = True
+        logger.info("ticks are not captured: %s", why)
+
+    def _try_to_record(self, inputs: Any) -> bool:
+        """Record a cycle of phases, unless something in them cannot be: then ticks stay eager."""
+        try:
+            self._record(inputs)
+        except RuntimeError as error:
+            self._phases = []
+            said = str(error).partition("\n")[0]
+            where = " ".join(getattr(error, "__notes__", []))
+            self._refuse(f"recording one failed: {said} {where}".rstrip())
+            return False
+        return True
 
     def _record(self, inputs: Any) -> None:
         pipe = self._pipe
@@ -164,24 +171,29 @@ class Concurrent:
         self._inputs = tree_map_only(Tensor, lambda each: each.detach().clone(), inputs)
         self._recorded_looks = self._looks
         self._autocast = Autocast(device)
-        self._clock = torch.tensor([entering], device=device)
-        num_behind = pipe.latency * (len(pipe.stages) - 1)
-        self._recording = Recording(self._graphs, self._clock, num_behind)
+        keeping = [(s, unit) for s, unit in self._units() if unit.keep == "input" and unit.kept]
+        num_rates = sum(len(stage.groups) for stage in pipe.stages)
+        self._control = Control(device, 1 + 2 * len(keeping), num_rates)
+        # Memory of graphs that are gone cannot be given to others.
+        self._graphs = self._make_graphs(2 * len(pipe.stages))
+        self._recording = Recording(
+            self._graphs, len(pipe.stages), self._num_phases, self._control.numbers[:1]
+        )
         self._pending = [stage.num_pending for stage in pipe.stages]
         self._like: dict[Unit, Kept | None] = {
             unit: next((replace(each, value=None) for each in unit.kept.values()), None)
             for _, unit in self._units()
         }
+        slots = self._control.numbers[1:].view(-1, 2)
         self._rings = {
-            unit: Ring([each.value for each in unit.kept.values()], min(unit.kept), self._clock)
-            for _, unit in self._units()
-            if unit.keep == "input" and unit.kept
+            unit: (stage, Ring([k.value for k in unit.kept.values()], min(unit.kept), where))
+            for (stage, unit), where in zip(keeping, slots, strict=True)
         }
-        self._put_rates_on(device)
+        self._take_rates()
         with self._host_unchanged():
             start = Carried.of(pipe).cloned()  # what a cycle begins with lies still
             start.give_to(pipe)
-            for unit, ring in self._rings.items():
+            for unit, (_, ring) in self._rings.items():
                 unit.ring = ring
             for number in range(self._num_phases):
                 self._phases.append(self._record_phase(entering + number, start))
@@ -190,20 +202,38 @@ class Concurrent:
         # Its own messages bear the numbers of the cycle's beginning.
         last.entering = entering - 1
 
-    def _put_rates_on(self, device: torch.device) -> None:
-        """Let learning rates be tensors, which the host can fill between replays."""
-        for stage in self._pipe.stages:
-            for group in stage.optimizer.param_groups if stage.optimizer is not None else ():
-                if not isinstance(group["lr"], Tensor):
-                    stage.set_rate(self._pipe._factor(max(0, stage.num_updates - 1)))
-                    dtype = torch.promote_types(group["params"][0].dtype, torch.float32)
-                    group["lr"] = torch.tensor(group["lr"], dtype=dtype, device=device)
+    def _take_rates(self) -> None:
+        """Let learning rates be where the host fills them before a replay."""
+        groups = [group for stage in self._pipe.stages for group in stage.groups]
+        self._rates([])  # which notes those that they were made with
+        for group, rate in zip(groups, self._control.rates, strict=True):
+            group["lr"] = rate.fill_(group["lr"])
+
+    def _rates(self, due: Sequence[Stage]) -> list[float]:
+        """All learning rates: those of updates that are due, and those of the last ones."""
+        factor = self._pipe._factor
+        return [
+            rate
+            for stage in self._pipe.stages
+            for rate in stage.rates(factor(max(0, stage.num_updates - (stage not in due))))
+        ]
+
+    def _numbers(self, entering: int) -> list[int]:
+        """What a tick needs to know: the micro-batch that meets its loss, and slots of rings."""
+        pipe, last = self._pipe, len(self._pipe.stages) - 1
+        numbers = [entering - pipe.latency * last]
+        for stage, ring in self._rings.values():
+            forward, backward = stage.index, 2 * last - stage.index
+            numbers += [ring.slot(entering - pipe.latency * each) for each in (forward, backward)]
+        return numbers
 
     def _record_phase(self, entering: int, start: Carried) -> Phase:
         pipe = self._pipe
-        for ring in self._rings.values():
-            ring.entering = entering
         before = [stage.num_updates for stage in pipe.stages]
+        self._recording.phase = len(self._phases)
+        for stage in pipe.stages:
+            if stage.optimizer is not None:
+                stage.optimizer.found_inf = self._recording.fault_seen_by(stage.index)
 
         def run() -> Any:
             x, target, side = self._inputs
@@ -211,10 +241,11 @@ class Concurrent:
             pipe._up[0][entering] = Message(entering, Flow(x), self._autocast, side, target)
             pipe._entered += 1
             self._graphs.fork()
-            with captured_from(self._oldest(entering)):
+            with captured_from(self._oldest(entering)), counted_later() as counters:
                 tick = pipe._run_tick()
             self._graphs.join()
-            self._recording.end_tick()
+            if counters:
+                torch._foreach_add_(counters, 1)
             if len(self._phases) == self._num_phases - 1:
                 Carried.of(pipe).copy_to(start)
             return tick
@@ -229,10 +260,9 @@ class Concurrent:
         """Put everything in flight where the first phase reads it."""
         pipe = self._pipe
         Carried.of(pipe).copy_to(self._phases[-1].carried)
-        for unit, ring in self._rings.items():
+        for unit, (_, ring) in self._rings.items():
             ring.fill([each.value for each in unit.kept.values()], min(unit.kept))
             unit.ring = ring
-        self._clock.fill_(pipe._first + pipe._entered)
         self._next = 0
         self.is_active = True
 
@@ -241,12 +271,14 @@ class Concurrent:
         for static, each in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True):
             if isinstance(each, Tensor):
                 static.copy_(each, non_blocking=True)
-        for stage in phase.updates:
-            stage.set_rate(pipe._factor(stage.num_updates))
-        oldest = self._oldest(pipe._first + pipe._entered)
-        with replayed_from(oldest, pipe.seed, self._clock.device):
+        entering = pipe._first + pipe._entered
+        numbers = self._numbers(entering)
+        self._control.send(numbers, self._rates(phase.updates))
+        for _, unit in self._units():
+            if unit.casts is not None:
+                unit.casts.follow()
+        with replayed_from(self._oldest(entering), pipe.seed, self._control.numbers.device):
             phase.replay()
-        n = pipe._first + pipe._entered - pipe.latency * (len(pipe.stages) - 1)
         pipe._tick += 1
         pipe._entered += 1
         for stage in pipe.stages:
@@ -256,22 +288,22 @@ class Concurrent:
             stage.num_updates += 1
         self._next = (self._next + 1) % self._num_phases
         self._listen(wait=False)
-        return n, phase.loss.clone(), tree_map_only(Tensor, Tensor.clone, phase.aux)
+        return numbers[0], phase.loss.clone(), tree_map_only(Tensor, Tensor.clone, phase.aux)
 
     def _listen(self, *, wait: bool) -> None:
         """Hear, now and then, whether a loss was not a number."""
 
         def read(microbatch: Tensor) -> None:
-            if int(microbatch) >= 0:
+            if int(microbatch) < NONE:
                 raise FloatingPointError(
                     f"the loss of micro-batch {int(microbatch)} is not a number; no update was "
                     "done with it, and none after it"
                 )
 
         if wait:
-            read(self._recording.microbatch)
+            read(self._recording.first_bad)
         elif self._pipe._tick % NUM_UNHEARD == 0:
-            self._mailbox.post(self._recording.microbatch, read)
+            self._mailbox.post(self._recording.first_bad, read)
         self._mailbox.poll()
 
     @contextmanager
@@ -284,16 +316,12 @@ class Concurrent:
         kept = [(unit, dict(unit.kept)) for _, unit in self._units()]
         optimizers = [each.optimizer for each in pipe.stages if each.optimizer is not None]
         pipe._around, around = self._recording, pipe._around
-        last = pipe.stages[-1].optimizer
-        for each in optimizers:
-            recording = self._recording
-            each.found_inf = recording.new_fault if each is last else recording.fault
         try:
             yield
         finally:
-            pipe._around = around
+            pipe._around, pipe._stopped = around, None
             for each in optimizers:
-                del each.found_inf
+                vars(each).pop("found_inf", None)
             pipe._tick, pipe._entered = counters
             carried.give_to(pipe)
             for stage, num_pending, num_updates in stages:
@@ -307,15 +335,3 @@ class Concurrent:
 
     def _units(self) -> list[tuple[Stage, Unit]]:
         return [(stage, unit) for stage in self._pipe.stages for unit in stage.units]
-
-
-def _look(inputs: Any) -> Any:
-    """What inputs must have in common to be run by the same graphs."""
-    leaves, spec = tree_flatten(inputs)
-    looks = [
-        (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else each
-        for each in leaves
-    ]
-    devices = {each.device for each in leaves if isinstance(each, Tensor)}
-    autocast = [Autocast(device).settings for device in sorted(devices, key=str)]
-    return spec, looks, autocast, torch.is_inference_mode_enabled()

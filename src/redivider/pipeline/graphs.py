@@ -7,17 +7,25 @@ from typing import Any
 
 import torch
 
+from redivider.graph import capturing
+
+NUM_PER_PRIORITY = 32  # CUDA streams that torch has to give, for each priority
+
 
 class Graphs(ABC):
     """Records work on several lanes, to be replayed."""
 
     @abstractmethod
     def lane(self, index: int) -> AbstractContextManager[Any]:
-        """Where the work of a stage goes."""
+        """Where the work of a lane goes."""
 
     @abstractmethod
     def fork(self) -> None:
         """Let all lanes come after what was done so far."""
+
+    @abstractmethod
+    def wait(self, lane: int, other: int) -> None:
+        """Let what follows on a lane come after what another one has done so far."""
 
     @abstractmethod
     def join(self) -> None:
@@ -34,8 +42,10 @@ class CudaGraphs(Graphs):
     def __init__(self, device: torch.device, num_lanes: int) -> None:
         self._device = device
         self._main, *self._streams = (
-            torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for _ in range(num_lanes + 1)
+            torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                device, priority=-(number // NUM_PER_PRIORITY)
+            )
+            for number in range(num_lanes + 1)
         )
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -46,6 +56,10 @@ class CudaGraphs(Graphs):
         for stream in self._streams:
             stream.wait_stream(self._main)
 
+    def wait(self, lane: int, other: int) -> None:
+        if lane != other:
+            self._streams[lane].wait_stream(self._streams[other])
+
     def join(self) -> None:
         for stream in self._streams:
             self._main.wait_stream(stream)
@@ -53,6 +67,6 @@ class CudaGraphs(Graphs):
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._main):
+        with capturing(graph, self._main, self._pool):
             result = run()
         return graph.replay, result

@@ -20,9 +20,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
 from redivider.chain import Chain
+from redivider.compiled import CompiledArithmetic, compile_units
 from redivider.errors import naming
 from redivider.pipeline.around import Around
-from redivider.pipeline.concurrent import Concurrent, reason_against
+from redivider.pipeline.capturable import fuse, reason_against
+from redivider.pipeline.concurrent import Concurrent
 from redivider.pipeline.cut import units_of
 from redivider.pipeline.graphs import CudaGraphs
 from redivider.pipeline.lookahead import LOOKAHEADS, verify_lookahead
@@ -34,6 +36,7 @@ from redivider.pipeline.stage import Ahead, Clip, Message, Stage
 from redivider.pipeline.state import StateError, read_state, write_state
 from redivider.pipeline.tick import Action, actions, delay, num_ticks
 from redivider.pipeline.unit import Flow
+from redivider.pipeline.update import CompiledUpdate
 from redivider.replay.autocast import Autocast
 
 FORMAT = "redivider pipeline 2"
@@ -82,7 +85,7 @@ class Pipeline:
         seed: Of the random numbers, a function of seed, micro-batch and unit; torch's own seed
             unless given.
         capture: Whether to capture steady ticks on a GPU as CUDA graphs with a branch for each
-            stage. Where they cannot be, the log says why (level INFO). New, and not on by itself.
+            stage. Where they cannot be, the log says why (level INFO).
         example: An input by which the work of the units is counted for the cut.
     """
 
@@ -102,7 +105,7 @@ class Pipeline:
         clip_norm: float | None = None,
         clip_over: Literal["stage", "all"] = "stage",
         seed: int | None = None,
-        capture: bool = False,
+        capture: bool = True,
         example: Any = None,
     ) -> None:
         if accumulate < 1 or latency < 1:
@@ -151,6 +154,9 @@ class Pipeline:
         logger.info("%s", self)
         device = next(self._chain.parameters(), torch.empty(0)).device
         if capture and device.type == "cuda":
+            for stage in self.stages:
+                if stage.optimizer is not None:
+                    fuse(stage.optimizer)
             against = reason_against(self)
             if against is None:
                 self._concurrent = Concurrent(self, partial(CudaGraphs, device))
@@ -174,6 +180,23 @@ class Pipeline:
             self._probe.enter(message)
         self._entered += 1
         return self._run_tick()
+
+    def compile(self, **options: Any) -> None:
+        """Compile what units compute, forward and recovery; units of one kind share their graphs.
+
+        `options` are those of `torch.compile`.
+        """
+        self._leave_graphs()
+        if self._concurrent is not None:
+            self._concurrent.forget()
+        compile_units((unit.module for unit in self._units.values()), **options)
+        self._loss.module.compile(**options)
+        self.arithmetic = CompiledArithmetic(self.arithmetic, **options)
+        update = CompiledUpdate(**options)
+        for unit in self._units.values():
+            unit.arithmetic, unit.widen = self.arithmetic, update.widen
+        for stage in self.stages:
+            stage.compiled_update = update
 
     def flush(self, *, update: bool = False) -> list[Tick]:
         """Run ticks without new inputs until nothing is in flight; return those with a loss.
@@ -288,7 +311,7 @@ class Pipeline:
             for kind, j, local in due:
                 n = self._first + local
                 start = time.perf_counter()
-                with self._around.lane(j):
+                with self._around.lane(kind, j):
                     if kind == "F":
                         result = self._forward(j, n) or result
                     else:
@@ -328,7 +351,7 @@ class Pipeline:
         norms = [stage.norm for stage in self.stages]  # as known when the tick began
         for stage in stages:
             others = [norm for j, norm in enumerate(norms) if j != stage.index]
-            with self._around.lane(stage.index):
+            with self._around.lane("U", stage.index):
                 self._around.set_rate(stage, self._factor(stage.num_updates))
                 stage.update(self._clip, others)
 

@@ -9,8 +9,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.arithmetic import Arithmetic
 from redivider.errors import UnitError
+from redivider.pipeline.gradients import accumulate
 from redivider.pipeline.stage import Message, Stage
-from redivider.pipeline.unit import Flow, accumulate
+from redivider.pipeline.unit import Flow
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.random import Seeded
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from redivider.errors import naming
+from redivider.pipeline.casts import refresh
 from redivider.pipeline.lookahead import Prediction, predict
 from redivider.pipeline.unit import Flow, Unit
+from redivider.pipeline.update import CompiledUpdate
 from redivider.replay.autocast import Autocast
 
 
@@ -98,6 +100,7 @@ class Stage:
         """Backward passes since the last update."""
         self.norm = 0.0
         """Of the gradient at the last update, before clipping."""
+        self.compiled_update: CompiledUpdate | None = None
         self.ahead: Ahead | None = None
         """How far a forward looks ahead, if it does."""
         self._predicted: tuple[int, Prediction | None] = (0, None)
@@ -127,10 +130,25 @@ class Stage:
         self.num_pending += 1
         return Message(n, flow, message.autocast, message.side, grads=grads)
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters of its optimizer, if it has one."""
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def rates(self, factor: float) -> list[float]:
+        """The learning rates of its groups, a multiple of what they were made with."""
+        for group in self.groups:
+            if "initial_lr" not in group:
+                group["initial_lr"] = float(group["lr"])  # a tensor changes with the rate itself
+        return [group["initial_lr"] * factor for group in self.groups]
+
     def set_rate(self, factor: float) -> None:
-        """Set the learning rate to a multiple of what it was made with."""
-        for group in self.optimizer.param_groups if self.optimizer is not None else ():
-            _set_rate(group, factor)
+        """Set the learning rates to a multiple of what they were made with."""
+        for group, rate in zip(self.groups, self.rates(factor), strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def update(self, clip: Clip | None, other_norms: Iterable[float]) -> None:
         """Average the summed gradients, clip them, and step the optimizer.
@@ -148,7 +166,7 @@ class Stage:
             if unit.stash:
                 unit.stash.advance()
         if self.optimizer is not None:
-            self.optimizer.step()
+            self._step(self.optimizer)
             self.optimizer.zero_grad()
         self.num_pending = 0
         self.num_updates += 1
@@ -194,6 +212,16 @@ class Stage:
                         for key, value in state["optimizer"][name].items()
                     }
 
+    @torch.no_grad()
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        casts = [unit.casts for unit in self.units if unit.casts is not None]
+        copies = {each: copy for some in casts for each, copy in some.copies.items()}
+        if self.compiled_update is None or not self.compiled_update.step(optimizer, copies):
+            optimizer.step()
+            refresh(casts)
+        for each in casts:
+            each.note_fresh()
+
     def _predict(self) -> Prediction | None:
         """The weights of the time when what is forwarded now comes back, where they are others."""
         if self.ahead is None or self.optimizer is None:
@@ -229,13 +257,3 @@ def hang(root: nn.Module, name: str, module: nn.Module) -> None:
             root.add_module(step, nn.Module())
         root = root.get_submodule(step)
     root.add_module(last, module)
-
-
-def _set_rate(group: dict[str, Any], factor: float) -> None:
-    if "initial_lr" not in group:
-        group["initial_lr"] = float(group["lr"])  # a tensor would change with the rate itself
-    rate = group["initial_lr"] * factor
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate

@@ -5,7 +5,8 @@ couplings, the stored form of two streams. What flows down is that value again, 
 rebuilds its input from it, and the gradients of the value's tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -16,8 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.arithmetic import Arithmetic, Checked
 from redivider.chain import taken
+from redivider.compiled import run_apart
 from redivider.coupling import Coupling, Recovered, recover, verify_residual
 from redivider.errors import UnitError
+from redivider.pipeline.casts import Casts, watching
+from redivider.pipeline.gradients import accumulate, widen
 from redivider.pipeline.lookahead import Prediction
 from redivider.pipeline.memory import Method, Stash, Version
 from redivider.pipeline.ring import Ring
@@ -89,7 +93,7 @@ class Unit:
             self.keep = "graph"  # it runs once: there is no delay to bridge
         self._inner = module.f if isinstance(module, Coupling) else module
         self._method = method
-        self._arithmetic = arithmetic
+        self.arithmetic = arithmetic
         self._seed = seed
         self._in_row = follows == "coupling"
         # The unit below rebuilds its input from its output, and needs it from here.
@@ -106,6 +110,9 @@ class Unit:
         self.kept: dict[int, Kept] = {}
         self.ring: Ring | None = None
         """Where inputs are kept in a captured tick, if they are."""
+        self.widen = widen
+        self.casts: Casts | None = None
+        """Weights in the precision of the autocast that it ran under."""
 
     def forward(
         self,
@@ -119,38 +126,23 @@ class Unit:
         argument = self._argument(flow)
         call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
         kept = Kept(self._record(call, microbatch, tensors[0].device), dtype=flow.dtype)
-        looks_ahead = ahead is not None and ahead.has_any(self.parameters)
-        if ahead is not None and looks_ahead:
-            others = [ahead.weights.get(each, each) for each in self.parameters]
-            if self.stash:  # those that momentum does not move may still be updated
-                pairs = zip(others, self.parameters, strict=True)
-                others = [each.detach().clone() if each is own else each for each, own in pairs]
-                kept.version = self.stash.borrow(ahead.num_updates, others)
-            tensors = self._with_weights(tensors, others)
-        elif self.stash:
-            kept.version = self.stash.borrow()
-        if self.keep == "graph":
-            if self.stash and not looks_ahead:
-                tensors = self._with_weights(tensors, self.stash.pin())
-            needs = self._needs(tensors, argument)
-            kept.run, _ = call.only_run(tensors, needs, record=kept.record)
-            output = tree_map_only(Tensor, Tensor.detach, kept.run.output)
-        else:
-            exact = self._arithmetic.exact
-            output, _ = call.first_run(
-                tensors, with_graph=exact, record=kept.record, other_weights=looks_ahead
+        weights = self._forward_weights(kept, ahead)
+        tensors = self._with_weights(tensors, weights)
+        with self._learning_casts(kept.record.autocast.dtype, ahead):
+            output = self._run_forward(
+                call, tensors, argument, kept, others=weights is not self.parameters
             )
         if self.keep != "nothing":
             value = flow.value[0] if self.is_coupling else flow.value
             if self.ring is None:
                 kept.value = value
             else:
-                self.ring.put(microbatch, value)
+                self.ring.put(value)
         self.kept[microbatch] = kept
         if not self.is_coupling:
             return Flow(output)
         a, b = flow.value
-        added = self._arithmetic.add(b, verify_residual(output, argument))
+        added = self.arithmetic.add(b, verify_residual(output, argument))
         return Flow((self._sound(added, output), a), flow.dtype)
 
     def backward(
@@ -169,12 +161,24 @@ class Unit:
         """
         kept = self.kept.pop(microbatch)
         if self.ring is not None:
-            kept = replace(kept, value=self.ring.take(microbatch))
+            kept = replace(kept, value=self.ring.take())
         below, grads, own = self._pull(kept, flow, grads, side)
-        accumulate(self.parameters, own)
+        accumulate(self.parameters, own, self.widen)
         if self.stash:
             self.stash.give_back(kept.version)
         return below, grads
+
+    def _run_forward(
+        self, call: Call, tensors: Sequence[Tensor], argument: Any, kept: Kept, *, others: bool
+    ) -> Any:
+        if self.keep == "graph":
+            needs = self._needs(tensors, argument)
+            kept.run, _ = call.only_run(tensors, needs, record=kept.record)
+            return tree_map_only(Tensor, Tensor.detach, kept.run.output)
+        output, _ = call.first_run(
+            tensors, with_graph=self.arithmetic.exact, record=kept.record, other_weights=others
+        )
+        return output
 
     def trace(
         self, microbatch: int, flow: Flow, side: dict[str, Any], weights: Sequence[Tensor]
@@ -194,7 +198,7 @@ class Unit:
         output = tree_map_only(Tensor, Tensor.detach, kept.run.output)
         if self.is_coupling:
             a, b = flow.value
-            output = (self._sound(self._arithmetic.add(b, output), output), a)
+            output = (self._sound(self.arithmetic.add(b, output), output), a)
 
         def pull(grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
             return self._pull(kept, Flow(None), grads, side)[1:]
@@ -279,7 +283,7 @@ class Unit:
             return Flow(None), Recovered(None, kept.run).pull_back(dc, da), 2
         assert kept.dtype is not None
         c, a = flow.value if self.keep == "nothing" else (None, kept.value)
-        real = self._arithmetic.real(a, kept.dtype)
+        real = self.arithmetic.real(a, kept.dtype)
         call, tensors = Call.split(self._inner, (real,), taken(self.module, side))
         b = None
         if not self._hands_down:
@@ -288,7 +292,7 @@ class Unit:
             b, c = self._invert(call, c, tensors, kept), None
         tensors = self._with_weights(tensors, self._weights(kept))
         recovered = recover(
-            call, c, tensors, self._needs(tensors, real), kept.record, self._arithmetic
+            call, c, tensors, self._needs(tensors, real), kept.record, self.arithmetic
         )
         b = recovered.b if b is None else b
         below = Flow(None) if b is None else Flow((a, b), kept.dtype)
@@ -302,14 +306,15 @@ class Unit:
         if run is None:
             call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
             tensors = self._with_weights(tensors, self._weights(kept))
-            run = call.rerun(tensors, self._needs(tensors, argument), kept.record)
+            apart = run_apart(self._inner, grads)
+            run = call.rerun(tensors, self._needs(tensors, argument), kept.record, apart)
         below = Flow(kept.value, kept.dtype) if self._hands_down else Flow(None)
         num_values = len(run.leaves) - len(self.parameters) - _num_tensors(taken(self.module, side))
         return below, run.pull_back(grads), num_values
 
     def _enter_row(self, flow: Flow) -> Flow:
         streams = widen_streams(flow.value)
-        a, b = (self._sound(self._arithmetic.store(each), each) for each in streams)
+        a, b = (self._sound(self.arithmetic.store(each), each) for each in streams)
         return Flow((a, b), streams[0].dtype)
 
     def _argument(self, flow: Flow) -> Any:
@@ -317,8 +322,8 @@ class Unit:
         if flow.dtype is None:
             return flow.value
         if self.is_coupling:
-            return self._arithmetic.real(flow.value[0], flow.dtype).requires_grad_()
-        return tuple(self._arithmetic.real(each, flow.dtype) for each in flow.value)
+            return self.arithmetic.real(flow.value[0], flow.dtype).requires_grad_()
+        return tuple(self.arithmetic.real(each, flow.dtype) for each in flow.value)
 
     def _record(
         self,
@@ -343,8 +348,40 @@ class Unit:
     def _with_weights(self, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         return [*tensors[: len(tensors) - len(weights)], *weights]
 
+    def _forward_weights(self, kept: Kept, ahead: Prediction | None) -> Sequence[Tensor]:
+        """The weights of a forward: those of now, or what momentum makes of them."""
+        if ahead is not None and ahead.has_any(self.parameters):
+            others = [ahead.weights.get(each, each) for each in self.parameters]
+            if self.stash:  # those that momentum does not move may still be updated
+                pairs = zip(others, self.parameters, strict=True)
+                others = [each.detach().clone() if each is own else each for each, own in pairs]
+                kept.version = self.stash.borrow(ahead.num_updates, others)
+            return others
+        if self.stash is None:
+            return self._weights(kept)
+        kept.version = self.stash.borrow()
+        return self.stash.pin() if self.keep == "graph" else self.parameters
+
     def _weights(self, kept: Kept) -> Sequence[Tensor]:
-        return self.stash.weights(kept.version) if self.stash else self.parameters
+        """The weights of a backward."""
+        if self.stash:
+            return self.stash.weights(kept.version)
+        if self.casts is None or self.casts.dtype != kept.record.autocast.dtype:
+            return self.parameters
+        return self.casts.standing_in(self.parameters)
+
+    @contextmanager
+    def _learning_casts(
+        self, dtype: torch.dtype | None, ahead: Prediction | None
+    ) -> Iterator[None]:
+        """Learn from the first run under autocast which weights it casts."""
+        known = self.casts is not None and self.casts.dtype == dtype
+        if dtype is None or known or self.stash or ahead is not None:
+            yield
+            return
+        with watching(self.parameters, dtype) as found:
+            yield
+        self.casts = Casts(found, dtype)
 
     def _inverts_by_other_weights(self, kept: Kept) -> bool:
         if self.stash is None or self._method.inverse == self._method.weights:
@@ -354,28 +391,13 @@ class Unit:
     def _invert(self, call: Call, c: Tensor, tensors: Sequence[Tensor], kept: Kept) -> Tensor:
         with statistics_untouched(call.modules):
             run = call.rerun(tensors, [False] * len(tensors), kept.record)
-        return self._arithmetic.subtract(c, run.output)
+        return self.arithmetic.subtract(c, run.output)
 
     def _sound(self, checked: Checked, x: Tensor) -> Tensor:
         if checked.fault is not None and checked.fault:
             what = "a stream left the range of" if torch.isfinite(x).all() else "f is not finite on"
-            raise OverflowError(f"{self.name}: {what} {self._arithmetic}")
+            raise OverflowError(f"{self.name}: {what} {self.arithmetic}")
         return checked.stored
-
-
-def accumulate(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Add to the parameters' gradients, taking over a tensor only if no one else has it."""
-    taken_over: set[int] = set()
-    for parameter, grad in zip(parameters, grads, strict=True):
-        if grad is None:
-            continue
-        if parameter.grad is not None:
-            parameter.grad.add_(grad)
-            continue
-        storage = grad.untyped_storage()
-        whole = storage.nbytes() == grad.nbytes and storage.data_ptr() not in taken_over
-        taken_over.add(storage.data_ptr())
-        parameter.grad = grad if whole else grad.clone()
 
 
 def _tensors(tree: Any) -> list[Tensor]:

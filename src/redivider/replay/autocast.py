@@ -10,11 +10,18 @@ class Autocast:
     """The autocast settings around a run, for its device and the CPU."""
 
     def __init__(self, device: torch.device) -> None:
+        self._kind = device.type
         self.settings = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {"cpu", device.type}
             if torch.amp.is_autocast_available(kind)
         }
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """To what it casts on the device, if it does."""
+        enabled, dtype = self.settings.get(self._kind, (False, None))
+        return dtype if enabled else None
 
     @contextmanager
     def again(self) -> Iterator[None]:

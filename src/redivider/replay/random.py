@@ -73,8 +73,12 @@ class Seeded(Randomness):
     def again(self) -> Iterator[None]:
         if _replay_begins and len(self._devices) > 1:
             offset = _offset(self._microbatch, self._unit) - _offset(_replay_begins[-1], 0)
-            _generator(self._devices[1]).set_offset(offset)
+            before, device = _get_state(self._devices[1]), self._devices[1]
+            _set_offset(device, offset)
+            here = _get_state(device)
             yield
+            if torch.equal(_get_state(device), here):
+                _set_state(device, before)  # a graph that draws nothing is replayed with less ado
             return
         with _kept_states(self._devices):
             for device in self._devices:
@@ -161,6 +165,13 @@ def _place(device: torch.device, seed: int, offset: int) -> None:
     generator = _generator(device)
     generator.manual_seed(seed)
     generator.set_offset(offset)
+
+
+def _set_offset(device: torch.device, offset: int) -> None:
+    """Move to an offset while a graph is captured, where a generator's own way is refused."""
+    seed = _get_state(device)[:8]
+    where = torch.tensor([offset], dtype=torch.int64).view(torch.uint8)
+    _set_state(device, torch.cat([seed, where]))
 
 
 def _generator(device: torch.device) -> torch.Generator:

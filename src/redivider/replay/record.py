@@ -1,7 +1,7 @@
 """The circumstances of a run, so that a second run gives the same numbers."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from redivider.replay.autocast import Autocast
 from redivider.replay.buffers import Buffers
 from redivider.replay.modes import Modes
 from redivider.replay.random import Draws, Randomness
-from redivider.replay.statistics import statistics_untouched
+from redivider.replay.statistics import statistics_counted, statistics_untouched
 
 
 class Record:
@@ -42,7 +42,7 @@ class Record:
         counts: Literal["first", "again"] = "first",
     ) -> None:
         self._modules = modules
-        self._autocast = Autocast(device)
+        self.autocast = Autocast(device)
         self._modes = Modes(modules)
         self._buffers = Buffers(modules, self._modes.flags)
         self._randomness = randomness or Draws(device)
@@ -63,7 +63,7 @@ class Record:
             self._modes.again(modules),
             self._buffers.again(modules),
             self._counting("again"),
-            self._autocast.again(),
+            self.autocast.again(),
             self._randomness.again(),
         ):
             yield
@@ -78,15 +78,16 @@ class Record:
         """What a run in flight has recorded, for a checkpoint."""
         return {
             "modes": self._modes.flags,
-            "autocast": self._autocast.settings,
+            "autocast": self.autocast.settings,
             "buffers": self._buffers.before,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the place of a record that was saved."""
         self._modes.flags = tuple(state["modes"])
-        self._autocast.settings = state["autocast"]
+        self.autocast.settings = state["autocast"]
         self._buffers.replace(state["buffers"])
 
     def _counting(self, run: str) -> AbstractContextManager[None]:
-        return nullcontext() if run == self._counts else statistics_untouched(self._modules)
+        count = statistics_counted if run == self._counts else statistics_untouched
+        return count(self._modules)

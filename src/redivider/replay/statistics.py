@@ -7,7 +7,8 @@ running ones. A second run on the same batch must do the first without the secon
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -43,6 +44,46 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
             layer.track_running_stats = flag
         for layer, buffers in real:
             layer._buffers.update(buffers)
+
+
+@contextmanager
+def statistics_counted(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Update the running statistics, and count the batch in all layers at once.
+
+    Each layer would launch a kernel to add one to its own counter.
+    """
+    layers = [
+        (each, each._buffers["num_batches_tracked"])
+        for each in counting_layers(modules)
+        # With no momentum it averages over all batches, and needs their number while it runs.
+        if _heeds(each) and each.track_running_stats and each.momentum is not None
+    ]
+    counters = [(layer, counter) for layer, counter in layers if counter is not None]
+    for layer, _ in counters:
+        layer._buffers["num_batches_tracked"] = None
+    try:
+        yield
+    finally:
+        for layer, counter in counters:
+            layer._buffers["num_batches_tracked"] = counter
+    found = [counter for _, counter in counters]
+    if _counted_later:
+        _counted_later[-1].extend(found)
+    elif found:
+        torch._foreach_add_(found, 1)
+
+
+_counted_later: list[list[Tensor]] = []
+
+
+@contextmanager
+def counted_later() -> Iterator[list[Tensor]]:
+    """Collect the counters of batches that would be counted within; the caller adds one to them."""
+    _counted_later.append([])
+    try:
+        yield _counted_later[-1]
+    finally:
+        _counted_later.pop()
 
 
 def _heeds(layer: nn.Module) -> bool:

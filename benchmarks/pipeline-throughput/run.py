@@ -1,0 +1,213 @@
+"""Training steps of a pipeline on one GPU, beside backprop: whole steps, with the optimizer.
+
+    python benchmarks/pipeline-throughput/run.py --out results.json
+    python benchmarks/pipeline-throughput/run.py --only revnet18 --batches 16 64
+    python benchmarks/pipeline-throughput/run.py --peer-path ../PETRA  # the official code
+
+bf16 under autocast with weights in float32, SGD with Nesterov momentum, images of 32 pixels. All
+methods of one setting take turns, so that ratios are of one time. Data is on the GPU already.
+"""
+
+import argparse
+import gc
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import redivider as rd
+from redivider.pipeline.concurrent import Concurrent
+from redivider.pipeline.graphs import CudaGraphs
+
+# name: model, options, stages
+MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "revnet18": ("revnet18", {}, "auto"),
+    "revnet50": ("revnet50", {}, "auto"),
+    "vit12": ("rev_vit_small", {"depth": 12, "patch_size": 4}, 26),
+    "vit48": ("rev_vit_small", {"depth": 48, "patch_size": 4}, 50),
+}
+BATCHES = (4, 8, 16, 64, 128)
+METHODS = ("backprop", "one branch", "branches", "eager")
+OPTIONS = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "fused": True}
+NUM_TO_FILL = 40  # ticks until the official pipeline is full, at 18 stages
+Step = Callable[[Tensor, Tensor], Any]
+
+
+class OneBranch(CudaGraphs):
+    """The same graphs without branches."""
+
+    def lane(self, index: int) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def fork(self) -> None:
+        pass
+
+    def wait(self, lane: int, other: int) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
+def make_model(name: str, backward: str = "store") -> rd.Chain:
+    """A network for images of 32 pixels; convolutions like channels_last."""
+    model, options, _ = MODELS[name]
+    chain = rd.create_model(
+        model, num_classes=10, image_size=32, device="cuda", backward=backward, **options
+    )
+    chain.check_every = 0
+    return chain.to(memory_format=torch.channels_last) if "net" in model else chain
+
+
+def make_data(name: str, batch: int) -> list[tuple[Tensor, Tensor]]:
+    """A few batches, each another."""
+    found = []
+    for _ in range(4):
+        x = torch.randn(batch, 3, 32, 32, device="cuda")
+        x = x.to(memory_format=torch.channels_last) if "net" in name else x
+        found.append((x, torch.randint(10, (batch,), device="cuda")))
+    return found
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy in float32."""
+    return F.cross_entropy(output.float(), target)
+
+
+def backprop(name: str, batch: int, compiled: bool, whole: bool = False) -> Step:
+    """A captured step of plain backprop."""
+    chain = make_model(name)
+    optimizer = torch.optim.SGD(chain.parameters(), lr=torch.tensor(0.01).cuda(), **OPTIONS)
+    run: Any = chain
+    if compiled and whole:
+        run = torch.compile(chain, dynamic=False)
+    elif compiled:
+        chain.compile(dynamic=False)
+
+    def step(x: Tensor, target: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_of(run(x), target)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return rd.capture(step, make_data(name, batch)[0])
+
+
+def pipeline(
+    name: str, batch: int, compiled: bool, *, branches: bool = True, capture: bool = True
+) -> Step:
+    """A pipeline that is full, its ticks captured unless said otherwise."""
+    pipe = rd.Pipeline(
+        make_model(name),
+        stages=MODELS[name][2],
+        loss=loss_of,
+        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=1e-3, **OPTIONS),
+        capture=capture,
+    )
+    if compiled:
+        pipe.compile(dynamic=False)
+    if capture and not branches:
+        pipe._concurrent = Concurrent(pipe, partial(OneBranch, torch.device("cuda")))
+
+    def step(x: Tensor, target: Tensor) -> Any:
+        with torch.autocast("cuda", torch.bfloat16):
+            return pipe.step(x, target)
+
+    data = make_data(name, batch)
+    for tick in range(10_000 if capture else 2 * len(pipe.stages) + 2):
+        step(*data[tick % len(data)])
+        if capture and pipe._concurrent.is_active:
+            break
+    step.pipe = pipe
+    return step
+
+
+def make_steps(name: str, batch: int, given: argparse.Namespace) -> dict[str, Step]:
+    """The methods of one setting."""
+    makers: dict[str, Callable[[bool], Step]] = {
+        "backprop": partial(backprop, name, batch),
+        "backprop, compiled whole": partial(backprop, name, batch, whole=True),
+        "one branch": partial(pipeline, name, batch, branches=False),
+        "branches": partial(pipeline, name, batch),
+        "eager": partial(pipeline, name, batch, capture=False),
+    }
+    steps = {each: makers[each](not given.uncompiled) for each in given.methods}
+    if given.peer_path and "revnet" in name:
+        from peers import petra_tick
+
+        tick = petra_tick(given.peer_path, MODELS[name][0], batch, torch.device("cuda"))
+        data = make_data(name, batch)
+        for index in range(NUM_TO_FILL):
+            tick(*data[index % len(data)])
+        steps["official PETRA"] = tick
+    return steps
+
+
+def take_turns(
+    steps: dict[str, Step], data: list[tuple[Tensor, Tensor]], rounds: int
+) -> dict[str, list[float]]:
+    """Milliseconds of each step, several at a time, in rounds."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            num = 4 if name == "eager" or "official" in name else 40
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for index in range(2):
+                step(*data[index])
+            torch.cuda.synchronize()
+            start.record()
+            for index in range(num):
+                step(*data[index % len(data)])
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / num)
+    return times
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=list(MODELS))
+    parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
+    parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument("--uncompiled", action="store_true")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--peer-path", help="a clone of the official PETRA code")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.rounds} rounds")
+    found: list[dict[str, Any]] = []
+    for name in given.only:
+        for batch in given.batches:
+            gc.collect()
+            torch.cuda.empty_cache()
+            steps = make_steps(name, batch, given)
+            times = take_turns(steps, make_data(name, batch), given.rounds)
+            for method, each in times.items():
+                ordered = sorted(each)
+                row = {
+                    "model": name,
+                    "batch": batch,
+                    "method": method,
+                    "ms": median(ordered),
+                    "quartiles": [ordered[len(each) // 4], ordered[3 * len(each) // 4]],
+                }
+                found.append(row)
+                print(f"| {name} | {batch} | {method} | {row['ms']:.3f} |", flush=True)
+            if given.out:
+                given.out.write_text(json.dumps(found, indent=1))
+            del steps
+            torch._dynamo.reset()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The compiled update: the optimizer's own step, to the last few bits."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import redivider as rd
+from pipeline.test_trajectory import batches, network, rate
+from redivider.pipeline.update import CompiledUpdate
+
+SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+OPTIMIZERS = {
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    "adam": lambda p: Adam(p, lr=0.1, weight_decay=0.01, fused=True),
+    "adamw": lambda p: AdamW(p, lr=0.1, betas=(0.8, 0.9), fused=True),
+    "amsgrad": lambda p: AdamW(p, lr=0.1, amsgrad=True, maximize=True, fused=True),
+}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _reset():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def parameters():
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape).double()) for shape in ((4, 3), (3,), (2, 3, 3))]
+
+
+def fill_gradients(*lists):
+    grads = [torch.randn_like(each) for each in lists[0]]
+    for some in lists:
+        for each, grad in zip(some, grads, strict=True):
+            each.grad = grad.clone()
+
+
+def same(one, other, bound):
+    pairs = zip(one, other, strict=True)
+    return all(torch.norm(a - b) <= bound * torch.norm(b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_steps_are_the_optimizers_own(optimizer):
+    ours, theirs = parameters(), parameters()
+    mine, plain = OPTIMIZERS[optimizer](ours), OPTIMIZERS[optimizer](theirs)
+    copies = {ours[0]: torch.zeros(4, 3, dtype=torch.bfloat16)}
+    update = CompiledUpdate(backend="aot_eager")
+    done = []
+    # Adam counts its steps in float32, and here corrects its averages by powers in float32.
+    bound = 1e-12 if isinstance(mine, SGD) else 1e-6
+    for number in range(5):
+        fill_gradients(ours, theirs)
+        for each in (mine, plain):
+            each.param_groups[0]["lr"] = 0.1 / (1 + number)
+        with torch.no_grad():
+            done.append(update.step(mine, copies))
+        if not done[-1]:
+            mine.step()
+        plain.step()
+        assert same(ours, theirs, bound)
+        if done[-1]:
+            assert torch.equal(copies[ours[0]], ours[0].detach().bfloat16())
+    # The first step makes the state, where there is one.
+    assert done == [optimizer == "sgd", True, True, True, True]
+    for a, b in zip(ours, theirs, strict=True):
+        for name, value in plain.state[b].items():
+            assert value is None or same([mine.state[a][name]], [value], bound)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_after_a_fault_no_weight_changes_whatever_the_gradients_are(optimizer):
+    weights = parameters()
+    mine = OPTIMIZERS[optimizer](weights)
+    fill_gradients(weights)
+    mine.step()
+    before = copy.deepcopy(weights)
+    mine.found_inf = torch.ones(())
+    for each in weights:
+        each.grad = torch.full_like(each, torch.nan)
+    with torch.no_grad():
+        assert CompiledUpdate(backend="aot_eager").step(mine, {})
+    assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+
+
+def test_what_it_cannot_do_is_left_to_the_optimizer():
+    weights = parameters()
+    fill_gradients(weights)
+    update = CompiledUpdate(backend="aot_eager")
+    hooked = SGD(weights, lr=0.1)
+    hooked.register_step_post_hook(lambda *_: None)
+
+    class Own(SGD):
+        pass
+
+    others = [hooked, Own(weights, lr=0.1), torch.optim.RMSprop(weights, lr=0.1)]
+    on_the_host = Adam(weights, lr=0.1)  # a step counted on the host is no input of a graph
+    before = copy.deepcopy(weights)
+    assert not any(update.step(each, {}) for each in (*others, on_the_host))
+    assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+
+
+def test_groups_alike_share_their_graphs():
+    update = CompiledUpdate(backend="aot_eager")
+    for _ in range(3):
+        weights = parameters()
+        fill_gradients(weights)
+        with torch.no_grad():
+            assert update.step(SGD(weights, lr=0.1), {})
+    assert len(update._runs) == 1
+
+
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_compiled_pipeline_follows_the_plain_one(accumulate, amp):
+    found = []
+    for compiled in (False, True):
+        pipe = rd.Pipeline(
+            network().float() if amp else network(),
+            stages=5,
+            loss=F.cross_entropy,
+            optimizer=lambda stage: SGD(stage.parameters(), lr=0.05, momentum=0.9),
+            lr_lambda=rate,
+            accumulate=accumulate,
+        )
+        if compiled:
+            pipe.compile(backend="aot_eager")
+        losses = []
+        for x, target in batches(30):
+            with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+                tick = pipe.step(x.float() if amp else x, target)
+            losses += [] if tick.loss is None else [tick.loss]
+        found.append(torch.stack(losses))
+        if compiled:
+            assert pipe.stages[0].compiled_update._runs
+    assert torch.allclose(*found, rtol=2e-2 if amp else 1e-10)
