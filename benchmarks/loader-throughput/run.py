@@ -1,0 +1,109 @@
+"""How many images a second the loaders make, on one core or on a device.
+
+Images in memory: 50,000 random ones of CIFAR's size; order, crop, flip and normalisation of whole
+batches where the images are. Class folders: photographs' size, made here as JPEG files, decoded,
+cropped to 224 x 224 and flipped in this process, as each worker does it. A figure is the median
+over rounds; new epochs fall into the rounds as they come.
+
+    python benchmarks/loader-throughput/run.py
+    python benchmarks/loader-throughput/run.py --device cuda
+"""
+
+import argparse
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from redivider.data import Batches, Folder, Images
+from redivider.data.cifar import MEAN, STD
+
+
+def make_images(num: int = 50_000) -> Images:
+    """Noise in the place of CIFAR-10: what is done to a byte does not depend on its value."""
+    pixels = torch.randint(256, (num, 3, 32, 32), dtype=torch.uint8)
+    labels = torch.randint(10, (num,))
+    return Images("noise", pixels, labels, 10, MEAN, STD, padding=4, flip=True)
+
+
+def make_folder(root: Path, num: int = 64) -> Folder:
+    """Smooth noise of 500 x 375 pixels, the commonest size in ImageNet."""
+    (root / "class").mkdir()
+    for i in range(num):
+        coarse = torch.randint(256, (24, 32, 3), dtype=torch.uint8)
+        image = Image.fromarray(coarse.numpy()).resize((500, 375))
+        image.save(root / "class" / f"{i:03}.JPEG", quality=92)
+    return Folder(root, mean=MEAN, std=STD)
+
+
+def rate(batches: Batches, *, seconds: float, rounds: int) -> list[float]:
+    """Images a second, of each round."""
+    step, found = 0, []
+    batches[0]
+    for _ in range(rounds):
+        _wait(batches.device)
+        start, first = time.perf_counter(), step
+        while time.perf_counter() - start < seconds:
+            batches[step if batches.train else step % len(batches)]
+            step += 1
+        _wait(batches.device)
+        elapsed = time.perf_counter() - start
+        found.append((step - first) * batches.batch_size / elapsed)
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a round")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    name = (
+        torch.cuda.get_device_name(options.device)
+        if torch.device(options.device).type == "cuda"
+        else platform.processor() or platform.machine()
+    )
+    print(f"{name}, torch {torch.__version__}, Python {platform.python_version()}, {vars(options)}")
+    print("| images | batch | images/s (quartiles) |")
+    print("|---|---|---|")
+
+    def report(what: str, batch: int, build: Callable[[], Batches]) -> None:
+        found = rate(build(), seconds=options.seconds, rounds=options.rounds)
+        low, middle, high = statistics.quantiles(found, n=4)
+        print(f"| {what} | {batch} | {middle:,.0f} ({low:,.0f} to {high:,.0f}) |", flush=True)
+
+    images = make_images()
+    place = {"device": options.device}
+    for batch in (64, 256, 1024):
+        report("32 x 32, training", batch, lambda b=batch: images.batches(b, train=True, **place))
+    report(
+        "32 x 32, training, channels_last",
+        256,
+        lambda: images.batches(256, train=True, channels_last=True, **place),
+    )
+    report("32 x 32, evaluation", 256, lambda: images.batches(256, train=False, **place))
+    with tempfile.TemporaryDirectory() as root:
+        folder = make_folder(Path(root))
+        for mode, train in (("training", True), ("evaluation", False)):
+            report(
+                f"500 x 375 JPEG to 224 x 224, {mode}",
+                16,
+                lambda t=train: folder.batches(16, train=t, **place),
+            )
+
+
+if __name__ == "__main__":
+    main()

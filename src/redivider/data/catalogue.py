@@ -1,0 +1,60 @@
+"""All data by name."""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from redivider.data.cifar import read_cifar10, read_cifar100
+from redivider.data.digits import read_digits
+from redivider.data.errors import DataError
+from redivider.data.folder import Folder
+from redivider.data.imagenet import read_imagenet, read_imagenet32
+from redivider.data.images import Images
+from redivider.data.text import Text, read_text
+
+Source = Images | Folder | Text
+
+SOURCES: dict[str, Callable[..., Source]] = {
+    "digits": read_digits,
+    "cifar10": read_cifar10,
+    "cifar100": read_cifar100,
+    "imagenet32": read_imagenet32,
+    "imagenet": read_imagenet,
+    "text": read_text,
+}
+
+
+def list_data() -> list[str]:
+    """The names that `load` knows."""
+    return list(SOURCES)
+
+
+def load(name: str, *, train: bool, folder: str | Path | None = None, **options: Any) -> Source:
+    """Load data; `.batches(batch_size, train=...)` makes batches of them.
+
+        images = load("cifar10", train=True)
+        x, y = images.batches(64, train=True, seed=0, device="cuda")[step]
+
+    Args:
+        name: One of `list_data()`.
+        train: The training set, or that of the test (validation).
+        folder: Where the files are; unless given $REDIVIDER_DATA, or else ~/.cache/redivider.
+        **options: `download=False` (cifar10, cifar100), `image_size` (imagenet), `tokens` (text).
+    """
+    if name not in SOURCES:
+        raise DataError(f"there is no data {name!r}; {_hint(str(name), list(SOURCES), 'it is')}")
+    read = SOURCES[name]
+    known = [each for each in signature(read).parameters if each not in ("folder", "train")]
+    for option in options:
+        if option not in known:
+            raise DataError(f"{name} has no option {option!r}; {_hint(option, known, 'it has')}")
+    return read(folder, train=train, **options)
+
+
+def _hint(name: str, known: list[str], otherwise: str) -> str:
+    close = get_close_matches(name.lower(), known, 1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"{otherwise} one of {', '.join(known)}" if known else "it has none"
