@@ -92,7 +92,7 @@ def held(stage: Stage) -> tuple[int, int]:
     """Bytes of activations and of copies of the weights that a stage holds."""
     known: set[int] = set()
     size([*stage.module.parameters()], known)
-    copies = size([u.stash.copies for u in stage.units if u.stash], known)
+    copies = size([u.weights.stash.copies for u in stage.units if u.weights.stash], known)
     kept = [each for unit in stage.units for each in unit.kept.values()]
     graphs = [t for each in kept if each.run for t in graph_tensors(each.run.output)]
     return size([[each.value for each in kept], graphs], known), copies

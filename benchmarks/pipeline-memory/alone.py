@@ -177,8 +177,8 @@ class Alone:
     def drop_stashed(self) -> None:
         """Let old weights go."""
         for unit in self.stage.units:
-            if unit.stash:
-                unit.stash.copies.clear()
+            if unit.weights.stash:
+                unit.weights.stash.copies.clear()
 
     def drop_optimizer(self) -> None:
         """Let the optimizer's state and gradients go."""

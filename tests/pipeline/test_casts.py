@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import redivider as rd
 from redivider.pipeline.casts import Casts, watching
-from redivider.pipeline.unit import Unit
+from redivider.pipeline.weights import Weights
 
 
 class Pooled(nn.Module):
@@ -50,7 +50,7 @@ def run(pipe, number, start=0, dtype=torch.bfloat16):
 
 
 def uncast(monkeypatch):
-    monkeypatch.setattr(Unit, "_learning_casts", lambda *_: nullcontext())
+    monkeypatch.setattr(Weights, "learning_casts", lambda *_: nullcontext())
 
 
 def equal(one, other):
@@ -96,7 +96,7 @@ def test_a_tick_casts_no_weight():
     with CastsOf(weights) as casts:
         run(pipe, 5, start=20)
     assert casts.count == 0
-    cast = [set(unit.casts.copies) for unit in pipe._units.values()]
+    cast = [set(unit.weights.casts.copies) for unit in pipe._units.values()]
     norms = {p for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
     assert set.union(*cast) == set(model.parameters()) - norms
 

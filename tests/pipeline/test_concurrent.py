@@ -28,16 +28,14 @@ def rate_of(number):
     return torch.tensor(number, dtype=torch.float64)
 
 
-def build(cut, *, optimizer="sgd", accumulate=1, latency=1, method="petra", seed=0, recorded=True):
+def build(cut, *, optimizer="sgd", seed=0, recorded=True, **options):
     pipe = rd.Pipeline(
         network(),
         stages=cut,
         loss=lambda output, target: (F.cross_entropy(output, target), output.argmax(1)),
-        method=method,
-        accumulate=accumulate,
-        latency=latency,
         optimizer=OPTIMIZERS[optimizer],
         lr_lambda=rate,
+        **options,
     )
     if recorded:
         pipe._concurrent = Concurrent(pipe, lambda num: Tape(num, seed))
@@ -79,6 +77,33 @@ def test_methods_and_optimizers(method, optimizer):
         for recorded in (True, False)
     ]
     assert equal(*[run(pipe, 60) for pipe in pipes])
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 0.05},
+        {"clip_norm": 0.1, "clip_over": "all"},
+        {"lookahead": "momentum"},
+        {"lookahead": "momentum", "optimizer": "adamw", "method": "dsp", "clip_norm": 0.1},
+    ],
+    ids=["clipped", "clipped over all", "ahead", "ahead by adamw"],
+)
+def test_clipping_and_look_ahead(options, accumulate):
+    pipes = [
+        build(CUTS[5], accumulate=accumulate, recorded=recorded, **options)
+        for recorded in (True, False)
+    ]
+    plain = build(CUTS[5], accumulate=accumulate, recorded=False)
+    seen = [run(pipe, 50) for pipe in (*pipes, plain)]
+    assert pipes[0]._concurrent.is_active
+    assert equal(*seen[:2])
+    assert not equal(*seen[1:])
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
+    assert equal(*[run(pipe, 50, start=50) for pipe in pipes])
+    assert pipes[0]._concurrent.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
@@ -132,8 +157,6 @@ def test_a_loss_that_is_not_a_number_is_reported_and_no_update_follows():
     [
         ({"method": "delayed"}, "keeps old weights"),
         ({"arithmetic": "fixed"}, "leaves its grid"),
-        ({"clip_norm": 1.0}, "norms"),
-        ({"lookahead": "momentum"}, "schedule"),
         ({"optimizer": lambda s: torch.optim.SGD(s.parameters(), lr=0.1)}, "SGD is not fused"),
         ({}, None),
     ],
@@ -164,6 +187,27 @@ def test_units_that_move_their_buffers_stay_in_lockstep(caplog):
     assert not pipes[0]._concurrent.is_active
     said = [each.message for each in caplog.records if "not captured" in each.message]
     assert len(said) == 1 and "unit 2" in said[0] and "buffers" in said[0]
+
+
+@pytest.mark.parametrize("what", ["eval", "freeze", "decay"])
+def test_settings_changed_between_ticks_are_heeded(what):
+    def change(pipe):
+        if what == "eval":
+            pipe._chain.eval()
+        elif what == "freeze":
+            next(pipe._chain.parameters()).requires_grad_(False)
+        else:
+            pipe.stages[1].optimizer.param_groups[0]["weight_decay"] = 0.5
+
+    pipes = [build(CUTS[3], recorded=recorded) for recorded in (True, False)]
+    seen = [run(pipe, 25) for pipe in pipes]
+    assert pipes[0]._concurrent.is_active
+    for pipe, found in zip(pipes, seen, strict=True):
+        change(pipe)
+        found += run(pipe, 25, start=25)
+    assert pipes[0]._concurrent.is_active
+    assert equal(*seen)
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
 class Reading(nn.Module):

@@ -94,7 +94,9 @@ def test_nothing_is_lost_repeated_or_reordered_and_saving_changes_nothing(data):
         assert pipe.num_in_flight == 0
         assert not any(unit.kept for stage in pipe.stages for unit in stage.units)
         assert not any((*pipe._up, *pipe._down))
-        assert not any(u.stash.copies for s in pipe.stages for u in s.units if u.stash)
+        assert not any(
+            u.weights.stash.copies for s in pipe.stages for u in s.units if u.weights.stash
+        )
     assert came_out == list(range(fed))
     assert all(bool(torch.isfinite(loss)) for loss in losses)
     for stage in pipe.stages:
@@ -173,11 +175,11 @@ def test_clipping_by_the_norms_known_when_the_tick_began(over):
         """Knows every stage's norm before clipping, at each of its updates, and when."""
 
         def _update(self, stages):
-            known = [stage.norm for stage in self.stages]
+            known = [float(stage.norm) for stage in self.stages]
             super()._update(stages)
             for stage in stages:
                 others = sum(n**2 for j, n in enumerate(known) if j != stage.index)
-                own = stage.norm
+                own = float(stage.norm)
                 total = (own**2 + (others if over == "all" else 0.0)) ** 0.5
                 expected = own * min(1.0, 0.05 / total) if total else 0.0
                 if stage.optimizer:

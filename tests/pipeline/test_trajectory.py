@@ -242,10 +242,12 @@ def test_weights_in_a_stash_do_not_move(method):
     model = rd.Chain([*units, nn.Linear(8, 3)]).double()
     pipe = build(rd.Pipeline, model, "auto", method, 1, 1, lookahead="momentum")
     own = {id(each) for each in model.parameters()}
-    pipe_units = [unit for stage in pipe.stages for unit in stage.units if unit.stash]
+    pipe_units = [unit for stage in pipe.stages for unit in stage.units if unit.weights.stash]
     for x, target in batches(40):
         pipe.step(x, target)
-        stashed = [w for unit in pipe_units for each in unit.stash.copies.values() for w in each]
+        stashed = [
+            w for unit in pipe_units for each in unit.weights.stash.copies.values() for w in each
+        ]
         assert stashed or pipe._tick < 25
         assert not any(id(each) in own for each in stashed)
 

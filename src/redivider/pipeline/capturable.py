@@ -15,12 +15,8 @@ def reason_against(pipe: Any) -> str | None:
     """Why the ticks of a pipeline cannot be recorded, if they cannot."""
     if pipe.method.weights != "current":
         return f"{pipe.method.name} keeps old weights, whose number changes"
-    if pipe.lookahead is not None:
-        return "what lookahead predicts depends on the schedule, which the host knows"
     if pipe.arithmetic.exact:
         return "a stream that leaves its grid must stop the pipeline at once"
-    if pipe._clip is not None:
-        return "clipping asks the host for norms"
     for stage in pipe.stages:
         if not all(group.get("fused") for group in stage.groups):
             kind = type(stage.optimizer).__name__
@@ -38,6 +34,32 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
         if not (chosen or group["differentiable"]) and all(each.is_cuda for each in trained):
             group["fused"] = True
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+class Settings:
+    """What graphs have built in, though a caller may change it between two ticks."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._modules = [*pipe._chain.modules(), *pipe._loss.module.modules()]
+        self._parameters = [each for stage in pipe.stages for each in stage.module.parameters()]
+        self._groups = [group for stage in pipe.stages for group in stage.groups]
+
+    def now(self) -> Any:
+        """Training flags, which parameters train, and the optimizers' settings but for rates."""
+        flags = [module.training for module in self._modules]
+        trained = [each.requires_grad for each in self._parameters]
+        return (
+            flags,
+            trained,
+            [
+                [id(value) if isinstance(value, Tensor) else value for value in _built_in(group)]
+                for group in self._groups
+            ],
+        )
+
+
+def _built_in(group: dict[str, Any]) -> list[Any]:
+    return [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
 
 
 def look_of(inputs: Any) -> Any:

@@ -14,18 +14,20 @@ Inboxes: TypeAlias = list[dict[int, Message]]
 
 @dataclass
 class Carried:
-    """The messages by stage and micro-batch, and the gradients by parameter."""
+    """Messages by stage and micro-batch, gradients by parameter, and the norms of stages'."""
 
     up: Inboxes
     down: Inboxes
     grads: dict[Tensor, Tensor | None]
+    norms: list[Tensor]
 
     @classmethod
     def of(cls, pipe: Any) -> "Carried":
         """What a pipeline holds now: the same tensors in dictionaries of its own."""
         parameters = [each for stage in pipe.stages for each in stage.module.parameters()]
         up, down = ([dict(inbox) for inbox in inboxes] for inboxes in (pipe._up, pipe._down))
-        return cls(up, down, {each: each.grad for each in parameters})
+        norms = [stage.norm for stage in pipe.stages]
+        return cls(up, down, {each: each.grad for each in parameters}, norms)
 
     def cloned(self, shift: int = 0) -> "Carried":
         """The same in memory of its own, of micro-batches that lie so many further on."""
@@ -34,13 +36,15 @@ class Carried:
             for inboxes in (self.up, self.down)
         )
         grads = {p: None if grad is None else grad.clone() for p, grad in self.grads.items()}
-        return Carried(up, down, grads)
+        return Carried(up, down, grads, [norm.clone() for norm in self.norms])
 
     def give_to(self, pipe: Any) -> None:
         """Let a pipeline go on from here."""
         pipe._up, pipe._down = ([dict(inbox) for inbox in each] for each in (self.up, self.down))
         for parameter, grad in self.grads.items():
             parameter.grad = grad
+        for stage, norm in zip(pipe.stages, self.norms, strict=True):
+            stage.norm = norm
 
     def copy_to(self, other: "Carried") -> None:
         """Copy all tensors to where another's lie; some may lie there, and must be read first."""
@@ -65,5 +69,5 @@ class Carried:
             for inbox in (*self.up, *self.down)
             for _, each in sorted(inbox.items())
         ]
-        leaves = tree_leaves((trees, list(self.grads.values())))
+        leaves = tree_leaves((trees, list(self.grads.values()), self.norms))
         return [each for each in leaves if isinstance(each, Tensor)]

@@ -17,7 +17,7 @@ is not a steady tick: a flush, a state, an input of another shape.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.mailbox import Mailbox
-from redivider.pipeline.capturable import look_of
+from redivider.pipeline.capturable import Settings, look_of
 from redivider.pipeline.carried import Carried
 from redivider.pipeline.control import Control
 from redivider.pipeline.graphs import Graphs
@@ -58,6 +58,10 @@ class Phase:
     entering: int
     """The micro-batch that entered while it was recorded."""
     updates: list[Stage]
+    num_ahead: list[int]
+    """The updates that each stage looks ahead."""
+    draws_on: torch.device | None
+    """Where random numbers are drawn, if any are."""
     carried: Carried
 
 
@@ -79,6 +83,7 @@ class Concurrent:
         self._num_alike = 0
         # All that is in flight must be alike, and a steady tick must have run.
         self._num_needed = delay(0, len(pipe.stages), pipe.latency) + NUM_STEADY
+        self._settings = Settings(pipe)
         self._mailbox = Mailbox()
         self.is_active = False
         self._is_refused = False
@@ -86,7 +91,7 @@ class Concurrent:
     def step(self, x: Any, target: Any, side: dict[str, Any]) -> tuple[int, Tensor, Any] | None:
         """Run a tick by a graph; None if it must be run in lockstep."""
         inputs = (x, target, side)
-        looks = look_of(inputs)
+        looks = look_of(inputs), self._settings.now()
         if looks != self._looks or not self._is_steady():
             self.leave()
             self._looks, self._num_alike = looks, 0
@@ -114,7 +119,7 @@ class Concurrent:
         pipe, before = self._pipe, self._phases[self._next - 1]
         entered = pipe._first + pipe._entered - 1  # the last one
         before.carried.cloned(entered - before.entering).give_to(pipe)
-        device = self._control.numbers.device
+        device = self._control.device
         for stage, unit in self._units():
             like = self._like[unit]
             last = entered - pipe.latency * stage.index
@@ -172,25 +177,22 @@ class Concurrent:
         self._recorded_looks = self._looks
         self._autocast = Autocast(device)
         keeping = [(s, unit) for s, unit in self._units() if unit.keep == "input" and unit.kept]
-        num_rates = sum(len(stage.groups) for stage in pipe.stages)
-        self._control = Control(device, 1 + 2 * len(keeping), num_rates)
+        self._control = Control(pipe, device, len(keeping))
         # Memory of graphs that are gone cannot be given to others.
         self._graphs = self._make_graphs(2 * len(pipe.stages))
         self._recording = Recording(
-            self._graphs, len(pipe.stages), self._num_phases, self._control.numbers[:1]
+            self._graphs, len(pipe.stages), self._num_phases, self._control.microbatch
         )
         self._pending = [stage.num_pending for stage in pipe.stages]
         self._like: dict[Unit, Kept | None] = {
             unit: next((replace(each, value=None) for each in unit.kept.values()), None)
             for _, unit in self._units()
         }
-        slots = self._control.numbers[1:].view(-1, 2)
         self._rings = {
             unit: (stage, Ring([k.value for k in unit.kept.values()], min(unit.kept), where))
-            for (stage, unit), where in zip(keeping, slots, strict=True)
+            for (stage, unit), where in zip(keeping, self._control.slots, strict=True)
         }
-        self._take_rates()
-        with self._host_unchanged():
+        with self._host_unchanged(), self._control.giving_coefficients():
             start = Carried.of(pipe).cloned()  # what a cycle begins with lies still
             start.give_to(pipe)
             for unit, (_, ring) in self._rings.items():
@@ -201,22 +203,6 @@ class Concurrent:
         last.carried = start
         # Its own messages bear the numbers of the cycle's beginning.
         last.entering = entering - 1
-
-    def _take_rates(self) -> None:
-        """Let learning rates be where the host fills them before a replay."""
-        groups = [group for stage in self._pipe.stages for group in stage.groups]
-        self._rates([])  # which notes those that they were made with
-        for group, rate in zip(groups, self._control.rates, strict=True):
-            group["lr"] = rate.fill_(group["lr"])
-
-    def _rates(self, due: Sequence[Stage]) -> list[float]:
-        """All learning rates: those of updates that are due, and those of the last ones."""
-        factor = self._pipe._factor
-        return [
-            rate
-            for stage in self._pipe.stages
-            for rate in stage.rates(factor(max(0, stage.num_updates - (stage not in due))))
-        ]
 
     def _numbers(self, entering: int) -> list[int]:
         """What a tick needs to know: the micro-batch that meets its loss, and slots of rings."""
@@ -231,9 +217,13 @@ class Concurrent:
         pipe = self._pipe
         before = [stage.num_updates for stage in pipe.stages]
         self._recording.phase = len(self._phases)
+        num_ahead = [stage.num_ahead for stage in pipe.stages]
         for stage in pipe.stages:
+            stage.forget_prediction()
             if stage.optimizer is not None:
                 stage.optimizer.found_inf = self._recording.fault_seen_by(stage.index)
+
+        drawn: list[torch.device] = []
 
         def run() -> Any:
             x, target, side = self._inputs
@@ -241,8 +231,9 @@ class Concurrent:
             pipe._up[0][entering] = Message(entering, Flow(x), self._autocast, side, target)
             pipe._entered += 1
             self._graphs.fork()
-            with captured_from(self._oldest(entering)), counted_later() as counters:
+            with counted_later() as counters, captured_from(self._oldest(entering)) as draws:
                 tick = pipe._run_tick()
+            drawn.extend(draws)
             self._graphs.join()
             if counters:
                 torch._foreach_add_(counters, 1)
@@ -254,7 +245,8 @@ class Concurrent:
         updates = [
             stage for stage, num in zip(pipe.stages, before, strict=True) if stage.num_updates > num
         ]
-        return Phase(replay, tick.loss, tick.aux, entering, updates, Carried.of(pipe))
+        carried, draws_on = Carried.of(pipe), drawn[0] if drawn else None
+        return Phase(replay, tick.loss, tick.aux, entering, updates, num_ahead, draws_on, carried)
 
     def _enter(self) -> None:
         """Put everything in flight where the first phase reads it."""
@@ -273,11 +265,11 @@ class Concurrent:
                 static.copy_(each, non_blocking=True)
         entering = pipe._first + pipe._entered
         numbers = self._numbers(entering)
-        self._control.send(numbers, self._rates(phase.updates))
+        self._control.send(numbers, phase.updates, phase.num_ahead)
         for _, unit in self._units():
-            if unit.casts is not None:
-                unit.casts.follow()
-        with replayed_from(self._oldest(entering), pipe.seed, self._control.numbers.device):
+            if unit.weights.casts is not None:
+                unit.weights.casts.follow()
+        with replayed_from(self._oldest(entering), pipe.seed, phase.draws_on):
             phase.replay()
         pipe._tick += 1
         pipe._entered += 1
@@ -320,6 +312,8 @@ class Concurrent:
             yield
         finally:
             pipe._around, pipe._stopped = around, None
+            for stage in pipe.stages:
+                stage.forget_prediction()
             for each in optimizers:
                 vars(each).pop("found_inf", None)
             pipe._tick, pipe._entered = counters

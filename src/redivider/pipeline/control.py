@@ -1,36 +1,95 @@
-"""What the host tells a captured tick, which can ask nothing: numbers and learning rates."""
+"""What the host tells a captured tick, which can ask nothing: numbers, rates, coefficients."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from redivider.pipeline.lookahead import coefficients, steps_done
+from redivider.pipeline.stage import Stage
+from redivider.pipeline.update import rate_dtype
+
+NUM_AHEAD = 2  # coefficients of a group's prediction, at most
 
 
 class Control:
     """Small tensors on a device that the host fills before a replay.
 
+    From now on learning rates are among them.
+
     Args:
-        device: Where they are.
-        num_numbers: How many integers.
-        num_rates: How many learning rates.
+        pipe: The pipeline.
+        device: Where it is.
+        num_rings: Each needs to know which slot a tick fills, and which one it reads.
     """
 
-    def __init__(self, device: torch.device, num_numbers: int, num_rates: int) -> None:
-        self.numbers = torch.zeros(num_numbers, dtype=torch.int64, device=device)
-        self.rates = torch.zeros(num_rates, dtype=rate_dtype(device), device=device)
-        self._rates: list[float] = []
+    def __init__(self, pipe: Any, device: torch.device, num_rings: int) -> None:
+        self._pipe = pipe
+        numbers = torch.zeros(1 + 2 * num_rings, dtype=torch.int64, device=device)
+        self._numbers, self.device = numbers, device
+        self.microbatch = numbers[:1]
+        """The one that meets its loss."""
+        self.slots = numbers[1:].view(-1, 2)
+        groups = [group for stage in pipe.stages for group in stage.groups]
+        size = (1 + NUM_AHEAD) * len(groups)
+        self._rates = torch.zeros(size, dtype=rate_dtype(device), device=device)
+        self._sent: list[float] = []
+        self._extra_steps: dict[Stage, list[int]] = {}
+        self._find_rates([], [0] * len(pipe.stages))  # notes what the rates were made with
+        for group, rate in zip(groups, self._rates, strict=False):
+            group["lr"] = rate.fill_(group["lr"])
+        for stage in pipe.stages:
+            if stage.ahead is not None and stage.optimizer is not None:
+                done = steps_done(stage.optimizer)
+                if done is None:
+                    raise RuntimeError("parameters of a group have done different numbers of steps")
+                self._extra_steps[stage] = [each - stage.num_updates for each in done]
 
-    def send(self, numbers: Sequence[int], rates: Sequence[float]) -> None:
-        """Fill them, before what is launched next; nobody waits."""
-        _send(numbers, self.numbers)
-        if list(rates) != self._rates:
-            self._rates = list(rates)
-            _send(rates, self.rates)
+    @contextmanager
+    def giving_coefficients(self) -> Iterator[None]:
+        """Let stages predict by what the host has worked out."""
+        stages = self._pipe.stages
+        num_groups = sum(len(stage.groups) for stage in stages)
+        rows = iter(self._rates[num_groups:].view(-1, NUM_AHEAD))
+        for stage in stages:
+            given = [list(next(rows)) for _ in stage.groups]
+            if stage.ahead is not None:
+                stage.ahead.given = given
+        try:
+            yield
+        finally:
+            for stage in stages:
+                if stage.ahead is not None:
+                    stage.ahead.given = None
 
+    def send(self, numbers: Sequence[int], due: Sequence[Stage], num_ahead: Sequence[int]) -> None:
+        """Fill everything, before what is launched next; nobody waits.
 
-def rate_dtype(device: torch.device) -> torch.dtype:
-    """Fused kernels on a GPU read a rate as float32, those on the CPU as double."""
-    return torch.float64 if device.type == "cpu" else torch.float32
+        Args:
+            numbers: The micro-batch that meets its loss, and the slots of rings.
+            due: The stages that will update.
+            num_ahead: The updates that each stage looks ahead.
+        """
+        _send(numbers, self._numbers)
+        rates = self._find_rates(due, num_ahead)
+        if rates != self._sent:
+            self._sent = rates
+            _send(rates, self._rates)
+
+    def _find_rates(self, due: Sequence[Stage], num_ahead: Sequence[int]) -> list[float]:
+        """Learning rates, of updates that are due, else of the last ones; then coefficients."""
+        rates, ahead = [], []
+        for stage, num in zip(self._pipe.stages, num_ahead, strict=True):
+            update = max(0, stage.num_updates - (stage not in due))
+            rates += stage.rates(self._pipe._factor(update))
+            found: list[list[float]] = [[] for _ in stage.groups]
+            if num and stage.optimizer is not None:
+                done = [each + stage.num_updates for each in self._extra_steps[stage]]
+                found = coefficients(stage.optimizer, stage.factors(num), done)
+            ahead += [(each + [0.0] * NUM_AHEAD)[:NUM_AHEAD] for each in found]
+        return [*rates, *(number for each in ahead for number in each)]
 
 
 def _send(values: Sequence[float], target: Tensor) -> None:

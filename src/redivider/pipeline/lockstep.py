@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
 from redivider.chain import Chain
@@ -32,14 +32,13 @@ from redivider.pipeline.loss import Loss
 from redivider.pipeline.memory import resolve_method
 from redivider.pipeline.place import group_units, place_units, resolve_cut, verify_unshared
 from redivider.pipeline.probe import Probe
+from redivider.pipeline.snapshot import restore_snapshot, take_snapshot, verify_snapshot
 from redivider.pipeline.stage import Ahead, Clip, Message, Stage
-from redivider.pipeline.state import StateError, read_state, write_state
+from redivider.pipeline.state import read_state, write_state
 from redivider.pipeline.tick import Action, actions, delay, num_ticks
 from redivider.pipeline.unit import Flow
 from redivider.pipeline.update import CompiledUpdate
 from redivider.replay.autocast import Autocast
-
-FORMAT = "redivider pipeline 2"
 
 logger = logging.getLogger("redivider")
 
@@ -240,43 +239,14 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next ticks depend on, copied: all that is in flight, too."""
         self._leave_graphs()
-        state = {
-            "format": FORMAT,
-            "pipeline": self._configuration(),
-            "cut": self.cut,
-            "tick": self._tick,
-            "first": self._first,
-            "entered": self._entered,
-            "up": [[each.state_dict() for each in inbox.values()] for inbox in self._up],
-            "down": [[each.state_dict() for each in inbox.values()] for inbox in self._down],
-            "stages": [stage.state_dict_of_training() for stage in self.stages],
-            "units": {name: unit.state_dict() for name, unit in self._units.items()},
-            "loss": self._loss.state_dict(),
-        }
-        copied: dict[str, Any] = tree_map_only(Tensor, lambda each: each.detach().clone(), state)
-        return copied
+        return take_snapshot(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state, bit for bit; one that does not fit changes nothing."""
-        self._verify_state(state)
+        verify_snapshot(self, state)
         if self._concurrent is not None:
             self._concurrent.forget()
-        state = tree_map_only(Tensor, lambda each: each.detach().clone(), state)
-        device = next(self._chain.parameters(), torch.empty(0)).device
-        # A state from disk, or from another device, follows the model; optimizers see to their own.
-        stages, state = state["stages"], tree_map_only(Tensor, lambda t: t.to(device), state)
-        for inboxes, saved in ((self._up, state["up"]), (self._down, state["down"])):
-            for inbox, messages in zip(inboxes, saved, strict=True):
-                inbox.clear()
-                inbox |= {each["microbatch"]: Message.from_state(each, device) for each in messages}
-        sides = {n: m.side for inbox in (*self._up, *self._down) for n, m in inbox.items()}
-        for name, unit in self._units.items():
-            unit.load_state_dict(state["units"][name], sides, device)
-        for stage, saved in zip(self.stages, stages, strict=True):
-            stage.load_training(saved)
-        self._loss.load_state_dict(state["loss"])
-        self._tick, self._first = state["tick"], state["first"]
-        self._entered = state["entered"]
+        restore_snapshot(self, state)
         self._stopped = None
         if self._probe is not None:
             self._probe.forget()
@@ -358,39 +328,6 @@ class Pipeline:
     def _leave_graphs(self) -> None:
         if self._concurrent is not None:
             self._concurrent.leave()
-
-    def _configuration(self) -> dict[str, Any]:
-        """What must be the same for a state to fit."""
-        return {
-            "units": list(self._units),
-            "method": self.method.name,
-            "accumulate": self.accumulate,
-            "latency": self.latency,
-            "lookahead": self.lookahead,
-            "seed": self.seed,
-            "arithmetic": str(self.arithmetic),
-        }
-
-    def _verify_state(self, state: dict[str, Any]) -> None:
-        if not isinstance(state, dict) or state.get("format") != FORMAT:
-            raise StateError(f"this is not a state of a pipeline in the format {FORMAT!r}")
-        for key, mine in self._configuration().items():
-            other = state["pipeline"][key]
-            if other != mine:
-                raise StateError(
-                    f"the state is of another pipeline: its {key} is {other}, not {mine}"
-                )
-        if state["cut"] != self.cut:
-            raise StateError(
-                f"the state has the cut {state['cut']}, this pipeline {self.cut}; build it with "
-                f"stages={state['cut']}"
-            )
-        for name, unit in self._units.items():
-            mine = {key: tuple(each.shape) for key, each in unit.module.state_dict().items()}
-            saved = state["units"][name]["weights"]
-            other = {key: tuple(each.shape) for key, each in saved.items()}
-            if mine != other:
-                raise StateError(f"{unit.name} has the tensors {mine}, and in the state {other}")
 
     def _verify_side(self, side: dict[str, Any]) -> None:
         self._chain.verify_keywords(side)

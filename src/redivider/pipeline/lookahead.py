@@ -24,8 +24,8 @@ LOOKAHEADS = (None, "momentum")
 def verify_lookahead(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose next steps nobody knows how to predict."""
     kind = type(optimizer)
-    if kind not in _STEPS:
-        known = ", ".join(each.__name__ for each in _STEPS)
+    if kind not in _KINDS:
+        known = ", ".join(each.__name__ for each in _KINDS)
         raise ValueError(f"lookahead='momentum' knows {known}, not {kind.__name__}")
     if any(group.get("momentum", 1) == 0 for group in optimizer.param_groups):
         raise ValueError("lookahead='momentum' needs SGD with a momentum, got momentum=0")
@@ -43,7 +43,11 @@ class Prediction:
         return any(each in self.weights for each in parameters)
 
 
-def predict(optimizer: torch.optim.Optimizer, factors: Sequence[float]) -> Prediction:
+def predict(
+    optimizer: torch.optim.Optimizer,
+    factors: Sequence[float],
+    given: Sequence[Sequence[Tensor]] | None = None,
+) -> Prediction:
     """The parameters as the next updates would leave them if all their gradients were zero.
 
     Weight decay is left out, and Adam's epsilon is that of the first of them for all. What has no
@@ -52,44 +56,94 @@ def predict(optimizer: torch.optim.Optimizer, factors: Sequence[float]) -> Predi
     Args:
         optimizer: SGD, Adam or AdamW.
         factors: Of the learning rate, for each of these updates.
+        given: The coefficients of each group, where somebody has worked them out already.
     """
-    found: dict[Tensor, Tensor] = {}
-    for group in optimizer.param_groups:
-        base = group.get("initial_lr", group["lr"])
-        rates = [base * factor for factor in factors]
+    kind, found = _KINDS[type(optimizer)], {}
+    for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             state = optimizer.state.get(parameter) if parameter.requires_grad else None
-            step = _STEPS[type(optimizer)](group, state, rates) if state else None
-            if step is not None:
-                found[parameter] = (parameter - step).detach()
+            if not state or not kind.moves(state):
+                continue
+            numbers: Sequence[Any] = given[index] if given else kind.numbers(group, factors, state)
+            found[parameter] = (parameter - kind.step(group, state, numbers)).detach()
     return Prediction(len(factors), found)
 
 
-def _sgd(group: dict[str, Any], state: dict[str, Any], rates: Sequence[Any]) -> Tensor | None:
-    velocity = state.get("momentum_buffer")
-    if velocity is None:
-        return None
-    momentum = group["momentum"]
-    total = sum(rate * momentum ** (i + 1) for i, rate in enumerate(rates))
-    step: Tensor = velocity * (total * momentum if group["nesterov"] else total)
-    return step
+def coefficients(
+    optimizer: torch.optim.Optimizer, factors: Sequence[float], num_done: Sequence[int]
+) -> list[list[float]]:
+    """What `predict` needs of each group beside its tensors, if it has done so many steps."""
+    kind = _KINDS[type(optimizer)]
+    return [
+        kind.numbers(group, factors, {"step": done})
+        for group, done in zip(optimizer.param_groups, num_done, strict=True)
+    ]
 
 
-def _adam(group: dict[str, Any], state: dict[str, Any], rates: Sequence[Any]) -> Tensor:
-    first, second = group["betas"]
-    done = state["step"]
-    if isinstance(done, Tensor) and not done.is_cuda:
-        done = done.item()  # in double precision; on a device nobody waits for it
-    # The second moment's root in the i-th update is `scales[i]` times that of now; a maximum stays.
-    fading = 1.0 if group["amsgrad"] else second
-    scales = [(fading**i / (1 - second ** (done + i))) ** 0.5 for i in range(1, len(rates) + 1)]
-    total = sum(
-        rate * first**i / (1 - first ** (done + i)) / scale
-        for i, (rate, scale) in enumerate(zip(rates, scales, strict=True), start=1)
-    )
-    square = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
-    step: Tensor = state["exp_avg"] * total / (square.sqrt() + group["eps"] / scales[0])
-    return step
+def steps_done(optimizer: torch.optim.Optimizer) -> list[int] | None:
+    """The steps that each group has done, read on the host; None where its parameters differ."""
+    found = []
+    for group in optimizer.param_groups:
+        states = [optimizer.state.get(each, {}) for each in group["params"]]
+        done = {int(state["step"]) for state in states if "step" in state}
+        if len(done) > 1:
+            return None
+        found.append(done.pop() if done else 0)
+    return found
 
 
-_STEPS = {torch.optim.SGD: _sgd, torch.optim.Adam: _adam, torch.optim.AdamW: _adam}
+class _SGD:
+    """The momentum, times the rates of the next updates with its factor to their numbers."""
+
+    @staticmethod
+    def moves(state: dict[str, Any]) -> bool:
+        return state.get("momentum_buffer") is not None
+
+    @staticmethod
+    def numbers(group: dict[str, Any], factors: Sequence[float], state: Any) -> list[float]:
+        base, momentum = group.get("initial_lr", group["lr"]), group["momentum"]
+        total = sum(base * factor * momentum ** (i + 1) for i, factor in enumerate(factors))
+        return [total * momentum if group["nesterov"] else total]
+
+    @staticmethod
+    def step(group: dict[str, Any], state: dict[str, Any], numbers: Sequence[Any]) -> Tensor:
+        step: Tensor = state["momentum_buffer"] * numbers[0]
+        return step
+
+
+class _Adam:
+    """The same with the first moment, over the root of the second."""
+
+    @staticmethod
+    def moves(state: dict[str, Any]) -> bool:
+        return "exp_avg" in state
+
+    @staticmethod
+    def numbers(group: dict[str, Any], factors: Sequence[float], state: Any) -> list[Any]:
+        first, second = group["betas"]
+        base, done = group.get("initial_lr", group["lr"]), state["step"]
+        if isinstance(done, Tensor) and not done.is_cuda:
+            done = done.item()  # in double precision; on a device nobody waits for it
+        # The second moment's root in the i-th update is `scales[i]` times that of now; a maximum
+        # stays.
+        fading = 1.0 if group["amsgrad"] else second
+        steps = range(1, len(factors) + 1)
+        scales = [(fading**i / (1 - second ** (done + i))) ** 0.5 for i in steps]
+        total = sum(
+            base * factor * first**i / (1 - first ** (done + i)) / scale
+            for i, factor, scale in zip(steps, factors, scales, strict=True)
+        )
+        return [total, group["eps"] / scales[0]]
+
+    @staticmethod
+    def step(group: dict[str, Any], state: dict[str, Any], numbers: Sequence[Any]) -> Tensor:
+        square = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+        step: Tensor = state["exp_avg"] * numbers[0] / (square.sqrt() + numbers[1])
+        return step
+
+
+_KINDS: dict[type, type[_SGD] | type[_Adam]] = {
+    torch.optim.SGD: _SGD,
+    torch.optim.Adam: _Adam,
+    torch.optim.AdamW: _Adam,
+}

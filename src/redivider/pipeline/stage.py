@@ -68,13 +68,15 @@ class Clip:
     over: Literal["stage", "all"] = "stage"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ahead:
     """What a stage must know to predict its weights."""
 
     accumulate: int
     factor: Callable[[int], float]
     """Of the learning rate, by the number of an update."""
+    given: Sequence[Sequence[Tensor]] | None = None
+    """Where the host puts the coefficients of a prediction, in a tick that is recorded."""
 
 
 class Stage:
@@ -98,7 +100,8 @@ class Stage:
         self.num_updates = 0
         self.num_pending = 0
         """Backward passes since the last update."""
-        self.norm = 0.0
+        like = next(self.module.parameters(), torch.empty(0))
+        self.norm = torch.zeros((), dtype=like.dtype, device=like.device)
         """Of the gradient at the last update, before clipping."""
         self.compiled_update: CompiledUpdate | None = None
         self.ahead: Ahead | None = None
@@ -150,7 +153,7 @@ class Stage:
             else:
                 group["lr"] = rate
 
-    def update(self, clip: Clip | None, other_norms: Iterable[float]) -> None:
+    def update(self, clip: Clip | None, other_norms: Iterable[Tensor]) -> None:
         """Average the summed gradients, clip them, and step the optimizer.
 
         Args:
@@ -163,8 +166,8 @@ class Stage:
         if clip is not None:
             self._clip(grads, clip, other_norms)
         for unit in self.units:
-            if unit.stash:
-                unit.stash.advance()
+            if unit.weights.stash:
+                unit.weights.stash.advance()
         if self.optimizer is not None:
             self._step(self.optimizer)
             self.optimizer.zero_grad()
@@ -176,7 +179,7 @@ class Stage:
         state: dict[str, Any] = {
             "num_updates": self.num_updates,
             "num_pending": self.num_pending,
-            "norm": self.norm,
+            "norm": float(self.norm),
         }
         if self.optimizer is not None:
             names = {id(each): name for name, each in self.module.named_parameters()}
@@ -192,8 +195,8 @@ class Stage:
         """Continue from such a state."""
         self.num_updates = state["num_updates"]
         self.num_pending = state["num_pending"]
-        self.norm = state["norm"]
-        self._predicted = (0, None)
+        self.norm = torch.full_like(self.norm, state["norm"])
+        self.forget_prediction()
         if self.optimizer is None:
             return
         by_name = dict(self.module.named_parameters())
@@ -214,7 +217,7 @@ class Stage:
 
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        casts = [unit.casts for unit in self.units if unit.casts is not None]
+        casts = [unit.weights.casts for unit in self.units if unit.weights.casts is not None]
         copies = {each: copy for some in casts for each, copy in some.copies.items()}
         if self.compiled_update is None or not self.compiled_update.step(optimizer, copies):
             optimizer.step()
@@ -222,28 +225,47 @@ class Stage:
         for each in casts:
             each.note_fresh()
 
+    @property
+    def num_ahead(self) -> int:
+        """Updates until what is forwarded now comes back; 0 if forwards do not look ahead."""
+        if self.ahead is None or self.optimizer is None:
+            return 0
+        # All that is in flight here comes back before it.
+        return (self.num_pending + len(self.units[0].kept)) // self.ahead.accumulate
+
+    def factors(self, num: int) -> list[float]:
+        """Of the learning rate, for as many updates from now on."""
+        assert self.ahead is not None
+        first = self.num_updates
+        return [self.ahead.factor(update) for update in range(first, first + num)]
+
+    def forget_prediction(self) -> None:
+        """Predict anew, though nothing that is counted has changed."""
+        self._predicted = (0, None)
+
     def _predict(self) -> Prediction | None:
         """The weights of the time when what is forwarded now comes back, where they are others."""
         if self.ahead is None or self.optimizer is None:
             return None
-        # All that is in flight here comes back before it.
-        num_passes = self.num_pending + len(self.units[0].kept)
-        num, first = num_passes // self.ahead.accumulate, self.num_updates
+        num = self.num_ahead
         made, found = self._predicted
-        if found is None or (made, found.num_updates) != (first, num):
-            found, self._predicted = None, (0, None)  # its memory is free before another is taken
-            factors = [self.ahead.factor(update) for update in range(first, first + num)]
-            found = predict(self.optimizer, factors) if num else Prediction(0, {})
-            self._predicted = (first, found)
+        if found is None or (made, found.num_updates) != (self.num_updates, num):
+            found = None
+            self.forget_prediction()  # its memory is free before another is taken
+            found = Prediction(0, {})
+            if num:
+                found = predict(self.optimizer, self.factors(num), self.ahead.given)
+            self._predicted = (self.num_updates, found)
         return found
 
-    def _clip(self, grads: Sequence[Tensor], clip: Clip, other_norms: Iterable[float]) -> None:
-        norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
-        self.norm = norm
-        others = sum(each**2 for each in other_norms) if clip.over == "all" else 0.0
-        total = (norm**2 + others) ** 0.5
-        if total > clip.norm and grads:
-            torch._foreach_mul_(list(grads), clip.norm / total)
+    def _clip(self, grads: Sequence[Tensor], clip: Clip, other_norms: Iterable[Tensor]) -> None:
+        if not grads:
+            return
+        total = self.norm = torch.nn.utils.get_total_norm(grads)
+        if clip.over == "all":
+            total = torch.stack([total, *(each.to(total) for each in other_norms)]).norm()
+        # Always multiplied, by 1 mostly: nobody waits for the norm.
+        torch._foreach_mul_(list(grads), (clip.norm / total).clamp(max=1))
 
     def _where(self, unit: str, microbatch: int) -> str:
         return f"stage {self.index}, {unit}, micro-batch {microbatch}"

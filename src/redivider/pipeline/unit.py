@@ -5,8 +5,7 @@ couplings, the stored form of two streams. What flows down is that value again, 
 rebuilds its input from it, and the gradients of the value's tensors.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -20,11 +19,11 @@ from redivider.chain import taken
 from redivider.compiled import run_apart
 from redivider.coupling import Coupling, Recovered, recover, verify_residual
 from redivider.errors import UnitError
-from redivider.pipeline.casts import Casts, watching
 from redivider.pipeline.gradients import accumulate, widen
 from redivider.pipeline.lookahead import Prediction
-from redivider.pipeline.memory import Method, Stash, Version
+from redivider.pipeline.memory import Method, Version
 from redivider.pipeline.ring import Ring
+from redivider.pipeline.weights import Weights
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.buffers import changes_buffers
 from redivider.replay.random import Seeded
@@ -99,20 +98,23 @@ class Unit:
         # The unit below rebuilds its input from its output, and needs it from here.
         self._hands_down = follows == "coupling" and method.coupling == "nothing"
         self._needs_grad = follows != "nothing"
-        self.parameters = Call.split(self._inner, (), {})[1]
-        if any(is_lazy(each) or each.is_meta for each in self.parameters):
+        parameters = Call.split(self._inner, (), {})[1]
+        if any(is_lazy(each) or each.is_meta for each in parameters):
             raise UnitError(
                 f"{name}: its parameters have no values yet, so no optimizer can train them; give "
                 "them some first (run a lazy module on a batch, move one off the meta device)"
             )
         stashes = method.weights == "stashed" and not at_the_end
-        self.stash = Stash(self.parameters) if stashes else None
+        self.weights = Weights(parameters, stashes=stashes)
         self.kept: dict[int, Kept] = {}
         self.ring: Ring | None = None
         """Where inputs are kept in a captured tick, if they are."""
         self.widen = widen
-        self.casts: Casts | None = None
-        """Weights in the precision of the autocast that it ran under."""
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """Those of the module, or of a coupling's function."""
+        return self.weights.parameters
 
     def forward(
         self,
@@ -126,9 +128,12 @@ class Unit:
         argument = self._argument(flow)
         call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
         kept = Kept(self._record(call, microbatch, tensors[0].device), dtype=flow.dtype)
-        weights = self._forward_weights(kept, ahead)
+        dtype = kept.record.autocast.dtype
+        weights, kept.version = self.weights.of_forward(
+            dtype, ahead, with_graph=self.keep == "graph"
+        )
         tensors = self._with_weights(tensors, weights)
-        with self._learning_casts(kept.record.autocast.dtype, ahead):
+        with self.weights.learning_casts(dtype, ahead):
             output = self._run_forward(
                 call, tensors, argument, kept, others=weights is not self.parameters
             )
@@ -164,8 +169,7 @@ class Unit:
             kept = replace(kept, value=self.ring.take())
         below, grads, own = self._pull(kept, flow, grads, side)
         accumulate(self.parameters, own, self.widen)
-        if self.stash:
-            self.stash.give_back(kept.version)
+        self.weights.give_back(kept.version)
         return below, grads
 
     def _run_forward(
@@ -232,8 +236,8 @@ class Unit:
             for n, each in self.kept.items()
         }
         state = {"weights": self.module.state_dict(), "gradients": gradients, "kept": kept}
-        if self.stash:
-            state["stash"] = self.stash.state_dict()
+        if self.weights.stash:
+            state["stash"] = self.weights.stash.state_dict()
         return state
 
     def load_state_dict(
@@ -243,9 +247,9 @@ class Unit:
         self.module.load_state_dict(state["weights"])
         for name, parameter in self.module.named_parameters():
             parameter.grad = state["gradients"].get(name)
-        if self.stash:
+        if self.weights.stash:
             users = (tuple(each["version"]) for each in state["kept"].values())
-            self.stash.load_state_dict(state["stash"], users)
+            self.weights.stash.load_state_dict(state["stash"], users)
         self.kept = {
             n: self._restore(n, each, sides[n], device) for n, each in state["kept"].items()
         }
@@ -263,7 +267,9 @@ class Unit:
         record.load_state_dict(state["record"])
         kept = Kept(record, state["value"], state["dtype"], version=tuple(state["version"]))
         if self.keep == "graph":
-            tensors = self._with_weights(tensors, self._weights(kept))
+            tensors = self._with_weights(
+                tensors, self.weights.of_backward(kept.version, kept.record.autocast.dtype)
+            )
             kept.run = call.rerun(tensors, self._needs(tensors, args[0]), record)
         return kept
 
@@ -290,7 +296,9 @@ class Unit:
             c = None  # the junction below has kept what it needs
         elif c is not None and self._inverts_by_other_weights(kept):
             b, c = self._invert(call, c, tensors, kept), None
-        tensors = self._with_weights(tensors, self._weights(kept))
+        tensors = self._with_weights(
+            tensors, self.weights.of_backward(kept.version, kept.record.autocast.dtype)
+        )
         recovered = recover(
             call, c, tensors, self._needs(tensors, real), kept.record, self.arithmetic
         )
@@ -305,7 +313,9 @@ class Unit:
         argument = self._argument(Flow(kept.value, kept.dtype)) if run is None else None
         if run is None:
             call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
-            tensors = self._with_weights(tensors, self._weights(kept))
+            tensors = self._with_weights(
+                tensors, self.weights.of_backward(kept.version, kept.record.autocast.dtype)
+            )
             apart = run_apart(self._inner, grads)
             run = call.rerun(tensors, self._needs(tensors, argument), kept.record, apart)
         below = Flow(kept.value, kept.dtype) if self._hands_down else Flow(None)
@@ -348,45 +358,13 @@ class Unit:
     def _with_weights(self, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
         return [*tensors[: len(tensors) - len(weights)], *weights]
 
-    def _forward_weights(self, kept: Kept, ahead: Prediction | None) -> Sequence[Tensor]:
-        """The weights of a forward: those of now, or what momentum makes of them."""
-        if ahead is not None and ahead.has_any(self.parameters):
-            others = [ahead.weights.get(each, each) for each in self.parameters]
-            if self.stash:  # those that momentum does not move may still be updated
-                pairs = zip(others, self.parameters, strict=True)
-                others = [each.detach().clone() if each is own else each for each, own in pairs]
-                kept.version = self.stash.borrow(ahead.num_updates, others)
-            return others
-        if self.stash is None:
-            return self._weights(kept)
-        kept.version = self.stash.borrow()
-        return self.stash.pin() if self.keep == "graph" else self.parameters
-
-    def _weights(self, kept: Kept) -> Sequence[Tensor]:
-        """The weights of a backward."""
-        if self.stash:
-            return self.stash.weights(kept.version)
-        if self.casts is None or self.casts.dtype != kept.record.autocast.dtype:
-            return self.parameters
-        return self.casts.standing_in(self.parameters)
-
-    @contextmanager
-    def _learning_casts(
-        self, dtype: torch.dtype | None, ahead: Prediction | None
-    ) -> Iterator[None]:
-        """Learn from the first run under autocast which weights it casts."""
-        known = self.casts is not None and self.casts.dtype == dtype
-        if dtype is None or known or self.stash or ahead is not None:
-            yield
-            return
-        with watching(self.parameters, dtype) as found:
-            yield
-        self.casts = Casts(found, dtype)
+    def _backward_weights(self, kept: Kept) -> Sequence[Tensor]:
+        return self.weights.of_backward(kept.version, kept.record.autocast.dtype)
 
     def _inverts_by_other_weights(self, kept: Kept) -> bool:
-        if self.stash is None or self._method.inverse == self._method.weights:
+        if self.weights.stash is None or self._method.inverse == self._method.weights:
             return False
-        return kept.version != self.stash.version
+        return kept.version != self.weights.stash.version
 
     def _invert(self, call: Call, c: Tensor, tensors: Sequence[Tensor], kept: Kept) -> Tensor:
         with statistics_untouched(call.modules):

@@ -71,14 +71,9 @@ class Seeded(Randomness):
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        if _replay_begins and len(self._devices) > 1:
-            offset = _offset(self._microbatch, self._unit) - _offset(_replay_begins[-1], 0)
-            before, device = _get_state(self._devices[1]), self._devices[1]
-            _set_offset(device, offset)
-            here = _get_state(device)
-            yield
-            if torch.equal(_get_state(device), here):
-                _set_state(device, before)  # a graph that draws nothing is replayed with less ado
+        if _captures and len(self._devices) > 1:
+            with self._captured(*_captures[-1], self._devices[1]):
+                yield
             return
         with _kept_states(self._devices):
             for device in self._devices:
@@ -89,6 +84,19 @@ class Seeded(Randomness):
                     _place(device, self._seed, _offset(self._microbatch, self._unit))
             yield
 
+    @contextmanager
+    def _captured(
+        self, begins: int, draws: list[torch.device], device: torch.device
+    ) -> Iterator[None]:
+        before = _get_state(device)
+        _set_offset(device, _offset(self._microbatch, self._unit) - _offset(begins, 0))
+        here = _get_state(device)
+        yield
+        if torch.equal(_get_state(device), here):
+            _set_state(device, before)  # a graph that draws nothing is replayed with less ado
+        else:
+            draws.append(device)
+
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
@@ -98,23 +106,28 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-_replay_begins: list[int] = []  # the first micro-batch of the tick that is being captured
+# The first micro-batch of the tick that is being captured, and the devices on which it draws.
+_captures: list[tuple[int, list[torch.device]]] = []
 
 
 @contextmanager
-def captured_from(microbatch: int) -> Iterator[None]:
-    """Let offsets count from a micro-batch, as `replayed_from` will have it."""
-    _replay_begins.append(microbatch)
+def captured_from(microbatch: int) -> Iterator[list[torch.device]]:
+    """Let offsets count from a micro-batch, as `replayed_from` will have it.
+
+    What is given is filled with the devices on which numbers are drawn.
+    """
+    draws: list[torch.device] = []
+    _captures.append((microbatch, draws))
     try:
-        yield
+        yield draws
     finally:
-        _replay_begins.pop()
+        _captures.pop()
 
 
 @contextmanager
-def replayed_from(microbatch: int, seed: int, device: torch.device) -> Iterator[None]:
-    """Replay a graph with the numbers of a micro-batch and those behind it."""
-    if device.type == "cpu":
+def replayed_from(microbatch: int, seed: int, device: torch.device | None) -> Iterator[None]:
+    """Replay a graph with the numbers of a micro-batch and those behind it, if it draws any."""
+    if device is None:
         yield
         return
     with _kept_states((device,)):
