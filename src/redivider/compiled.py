@@ -124,7 +124,8 @@ def _run_joint(module: nn.Module, a: Tensor, /, **side: Any) -> tuple[Tensor, Te
 def _run_apart(
     module: nn.Module, dtypes: tuple[torch.dtype, ...], /, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
-    outputs = tree_leaves(module._call_impl(*args, **kwargs))  # type: ignore[no-untyped-call]
+    output = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
     found: tuple[Tensor, ...] = _Outputs.apply(dtypes, *outputs)  # type: ignore[no-untyped-call]
     return found
 

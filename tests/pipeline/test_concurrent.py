@@ -189,13 +189,15 @@ def test_units_that_move_their_buffers_stay_in_lockstep(caplog):
     assert len(said) == 1 and "unit 2" in said[0] and "buffers" in said[0]
 
 
-@pytest.mark.parametrize("what", ["eval", "freeze", "decay"])
+@pytest.mark.parametrize("what", ["eval", "freeze", "decay", "rate"])
 def test_settings_changed_between_ticks_are_heeded(what):
     def change(pipe):
         if what == "eval":
             pipe._chain.eval()
         elif what == "freeze":
             next(pipe._chain.parameters()).requires_grad_(False)
+        elif what == "rate":  # which is lr_lambda's, in both
+            pipe.stages[1].optimizer.param_groups[0]["lr"] *= 0.1
         else:
             pipe.stages[1].optimizer.param_groups[0]["weight_decay"] = 0.5
 
@@ -207,6 +209,89 @@ def test_settings_changed_between_ticks_are_heeded(what):
         found += run(pipe, 25, start=25)
     assert pipes[0]._concurrent.is_active
     assert equal(*seen)
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
+
+
+def test_targets_that_may_change_behind_our_backs_are_not_captured():
+    class Opaque:
+        def __init__(self, target):
+            self.target = target
+
+    loss = lambda output, opaque: F.cross_entropy(output, opaque.target)  # noqa: E731
+    pipe = rd.Pipeline(network(), stages=3, loss=loss, optimizer=OPTIMIZERS["sgd"])
+    pipe._concurrent = Concurrent(pipe, Tape)
+    for x, target in batches(30):
+        pipe.step(x, Opaque(target))
+    assert not pipe._concurrent.is_active
+
+
+def test_a_parameter_that_trains_later_gets_its_momentum():
+    found = []
+    for fused in (True, False):
+        model = network()
+        first = next(model.parameters()).requires_grad_(False)
+        pipe = rd.Pipeline(
+            model,
+            stages=3,
+            loss=F.cross_entropy,
+            optimizer=lambda stage, fused=fused: torch.optim.SGD(
+                stage.parameters(), lr=0.05, momentum=0.9, fused=fused, foreach=False
+            ),
+        )
+        for number, (x, target) in enumerate(batches(20)):
+            first.requires_grad_(number >= 10)
+            pipe.step(x, target)
+        found.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
+    assert torch.allclose(*found, rtol=1e-10)
+
+
+def test_optimizers_with_hooks_stay_in_lockstep(caplog):
+    caplog.set_level("INFO", "redivider")
+    pipes = [build(CUTS[3], recorded=recorded) for recorded in (True, False)]
+    seen = [run(pipe, 30) for pipe in pipes]
+    assert pipes[0]._concurrent.is_active
+    for pipe, found in zip(pipes, seen, strict=True):
+        pipe.stages[1].optimizer.register_step_post_hook(
+            lambda optimizer, *_: [
+                each.data.mul_(0.99) for each in optimizer.param_groups[0]["params"]
+            ]
+        )
+        found += run(pipe, 30, start=30)
+    assert not pipes[0]._concurrent.is_active
+    assert equal(*seen)
+    assert "stage 1 has hooks" in caplog.text
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return torch.tanh(self.norm(x))
+
+
+@pytest.mark.parametrize("first", [rd.Duplicate(), nn.Identity()])
+def test_inputs_that_go_on_as_they_are(first):
+    """The next input comes to where the last one was, which the second stage still reads."""
+    pipes = []
+    for recorded in (True, False):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(5)  # and two units of a stage may share a norm
+        ends = [rd.Fuse()] if isinstance(first, rd.Duplicate) else []
+        shared = [Normed(norm), Normed(norm)]
+        units = [first, *ends, nn.Linear(10 if ends else 5, 5), *shared, nn.Linear(5, 3)]
+        pipe = rd.Pipeline(
+            rd.Chain(units).double(),
+            stages=[1] * len(ends) + [1, 1, 2, 1],
+            loss=F.cross_entropy,
+            optimizer=OPTIMIZERS["sgd"],
+        )
+        if recorded:
+            pipe._concurrent = Concurrent(pipe, Tape)
+        pipes.append(pipe)
+    assert equal(*[run(pipe, 40) for pipe in pipes])
+    assert pipes[0]._concurrent.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 

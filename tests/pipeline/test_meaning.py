@@ -356,8 +356,8 @@ def test_autocast_of_a_micro_batch_is_that_of_its_step():
         with torch.autocast("cpu", torch.bfloat16, enabled=i % 2 == 0):
             pipe.step(torch.randn(4, 5), torch.tensor([0, 1, 2, 0]))
     pipe.flush()
-    assert len(phase) == 8 * 4 * 2
-    assert phase.count(torch.bfloat16) == phase.count(torch.float32) == 32
+    assert len(phase) == 8 * 4 * 2 + 4  # and once to learn which weights autocast casts
+    assert phase.count(torch.bfloat16) - 4 == phase.count(torch.float32) == 32
 
 
 def test_the_grid_in_a_pipeline_equals_a_chain_on_the_grid():

@@ -24,6 +24,7 @@ OPTIMIZERS = {
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated"),  # the compiler's own
 ]
 
 
@@ -119,6 +120,44 @@ def test_groups_alike_share_their_graphs():
         with torch.no_grad():
             assert update.step(SGD(weights, lr=0.1), {})
     assert len(update._runs) == 1
+
+
+class Dropped(nn.Module):
+    """Gives its mask, scaled by a weight whose gradient shows the mask of the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.dropout = nn.Parameter(torch.ones(32)), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(torch.ones_like(x) * self.weight)
+
+
+@pytest.mark.parametrize("kind", ["coupling", "junction"])
+def test_compiled_dropout_drops_the_same_in_both_runs(kind):
+    """By the default compiler, which draws its own random numbers; from the first run on."""
+    module = Dropped()
+    units = [nn.Identity(), module, nn.Identity()]
+    if kind == "coupling":
+        units = [rd.Duplicate(), rd.Coupling(module), rd.Fuse("first")]
+    seen = []
+
+    class Seeing(SGD):
+        def step(self, closure=None):
+            seen.append(module.weight.grad.clone())
+
+    pipe = rd.Pipeline(
+        rd.Chain(units),
+        stages="auto",
+        loss=lambda output, _: (output.sum(), output.detach()),
+        optimizer=lambda stage: Seeing(stage.parameters(), lr=0.0),
+    )
+    pipe.compile(dynamic=False)
+    ticks = [pipe.step(torch.zeros(3, 32), torch.zeros(3)) for _ in range(5)] + pipe.flush()
+    masks = [tick.aux.sum(0) for tick in ticks if tick.aux is not None]
+    assert len(masks) == len(seen) == 5
+    assert all(torch.equal(a, b) for a, b in zip(masks, seen, strict=True))
+    assert not torch.equal(masks[0], masks[1])
 
 
 @pytest.mark.parametrize("amp", [False, True])

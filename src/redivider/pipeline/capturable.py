@@ -1,5 +1,7 @@
 """Which ticks can be captured as CUDA graphs: what a pipeline, an optimizer and inputs must be."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -7,6 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from redivider.replay.autocast import Autocast
+
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
@@ -34,6 +38,33 @@ def fuse(optimizer: torch.optim.Optimizer) -> None:
         if not (chosen or group["differentiable"]) and all(each.is_cuda for each in trained):
             group["fused"] = True
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        if group["fused"] and "capturable" in group:
+            group["capturable"] = True  # Adam asks for it, though fused steps are counted there
+
+
+@contextmanager
+def unfused_where_new(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Surround a step: fused SGD fails where some parameters have a momentum and some have none."""
+    mixed = []
+    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
+        trained = [each for each in group["params"] if each.grad is not None]
+        known = [optimizer.state[p].get("momentum_buffer") is not None for p in trained]
+        if group["fused"] and group["momentum"] and any(known) and not all(known):
+            mixed.append(group)
+    for group in mixed:
+        group["fused"] = False
+    try:
+        yield
+    finally:
+        for group in mixed:
+            group["fused"] = True
+
+
+def has_hooks(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether somebody wants to be told of an optimizer's steps."""
+    if optimizer is None:
+        return False
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 class Settings:
@@ -43,11 +74,13 @@ class Settings:
         self._modules = [*pipe._chain.modules(), *pipe._loss.module.modules()]
         self._parameters = [each for stage in pipe.stages for each in stage.module.parameters()]
         self._groups = [group for stage in pipe.stages for group in stage.groups]
+        self._optimizers = [stage.optimizer for stage in pipe.stages]
 
     def now(self) -> Any:
         """Training flags, which parameters train, and the optimizers' settings but for rates."""
         flags = [module.training for module in self._modules]
         trained = [each.requires_grad for each in self._parameters]
+        trained += [has_hooks(each) for each in self._optimizers]
         return (
             flags,
             trained,
@@ -62,13 +95,17 @@ def _built_in(group: dict[str, Any]) -> list[Any]:
     return [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
 
 
+def _look(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    # What may change behind our backs is never the same: such ticks are not captured.
+    return value if isinstance(value, PLAIN) else object()
+
+
 def look_of(inputs: Any) -> Any:
     """What inputs must have in common to be run by the same graphs."""
     leaves, spec = tree_flatten(inputs)
-    looks = [
-        (each.shape, each.dtype, each.device) if isinstance(each, Tensor) else each
-        for each in leaves
-    ]
+    looks = [_look(each) for each in leaves]
     devices = {each.device for each in leaves if isinstance(each, Tensor)}
     autocast = [Autocast(device).settings for device in sorted(devices, key=str)]
     return spec, looks, autocast, torch.is_inference_mode_enabled()

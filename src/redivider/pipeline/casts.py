@@ -38,6 +38,10 @@ class Casts:
         """Note that the copies are those of the weights as they are."""
         self._versions = [each._version for each in self.copies]
 
+    def distrust(self) -> None:
+        """Cast again before the next use, whatever the weights are."""
+        self._versions = [-1]
+
     def follow(self) -> None:
         """Cast again what somebody else has changed since the last update."""
         if self._versions != [each._version for each in self.copies]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.mailbox import Mailbox
-from redivider.pipeline.capturable import Settings, look_of
+from redivider.pipeline.capturable import Settings, has_hooks, look_of
 from redivider.pipeline.carried import Carried
 from redivider.pipeline.control import Control
 from redivider.pipeline.graphs import Graphs
@@ -142,15 +142,18 @@ class Concurrent:
     def _is_steady(self) -> bool:
         pipe = self._pipe
         full = pipe._tick >= delay(0, len(pipe.stages), pipe.latency)
-        # The first step of an optimizer is another than the next ones: it makes its state.
-        updated = all(each.num_updates > 0 for each in pipe.stages if each.optimizer is not None)
+        # The first step of an optimizer makes its state, and the second one may be compiled.
+        updated = all(each.num_updates > 1 for each in pipe.stages if each.optimizer is not None)
         return full and updated and pipe._probe is None and pipe.observer is None
 
     def _refuses(self) -> bool:
-        """Whether a unit keeps old buffers for what is in flight, which nothing would replay."""
+        """Whether there is something in a tick that a replay would not do."""
         moving = [unit.name for _, unit in self._units() if unit.changes_buffers]
+        hooked = [stage for stage in self._pipe.stages if has_hooks(stage.optimizer)]
         if moving and not self._is_refused:
             self._refuse(f"{moving[0]} changes its buffers")
+        if hooked and not self._is_refused:
+            self._refuse(f"the optimizer of stage {hooked[0].index} has hooks, which would not run")
         return self._is_refused
 
     def _refuse(self, why: str) -> None:
@@ -226,8 +229,8 @@ class Concurrent:
         drawn: list[torch.device] = []
 
         def run() -> Any:
-            x, target, side = self._inputs
-            target, side = tree_map_only(Tensor, Tensor.clone, (target, side))  # they travel
+            # They travel, and the next ones come to where these are.
+            x, target, side = tree_map_only(Tensor, Tensor.clone, self._inputs)
             pipe._up[0][entering] = Message(entering, Flow(x), self._autocast, side, target)
             pipe._entered += 1
             self._graphs.fork()
@@ -235,8 +238,11 @@ class Concurrent:
                 tick = pipe._run_tick()
             drawn.extend(draws)
             self._graphs.join()
-            if counters:
-                torch._foreach_add_(counters, 1)
+            while counters:  # one that two units share is there twice
+                once = list(dict.fromkeys(counters))
+                torch._foreach_add_(once, 1)
+                for each in once:
+                    counters.pop(next(i for i, other in enumerate(counters) if other is each))
             if len(self._phases) == self._num_phases - 1:
                 Carried.of(pipe).copy_to(start)
             return tick
@@ -322,6 +328,8 @@ class Concurrent:
                 stage.num_pending, stage.num_updates = num_pending, num_updates
             for unit, in_flight in kept:
                 unit.kept, unit.ring = in_flight, None
+                if unit.weights.casts is not None:
+                    unit.weights.casts.distrust()  # an update that is recorded has cast nothing
 
     def _oldest(self, entering: int) -> int:
         """The micro-batch that the first stage takes back when this one enters."""

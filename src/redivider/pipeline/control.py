@@ -35,7 +35,7 @@ class Control:
         groups = [group for stage in pipe.stages for group in stage.groups]
         size = (1 + NUM_AHEAD) * len(groups)
         self._rates = torch.zeros(size, dtype=rate_dtype(device), device=device)
-        self._sent: list[float] = []
+        self._sent: tuple[list[float], int] = [], -1
         self._extra_steps: dict[Stage, list[int]] = {}
         self._find_rates([], [0] * len(pipe.stages))  # notes what the rates were made with
         for group, rate in zip(groups, self._rates, strict=False):
@@ -74,9 +74,9 @@ class Control:
         """
         _send(numbers, self._numbers)
         rates = self._find_rates(due, num_ahead)
-        if rates != self._sent:
-            self._sent = rates
+        if (rates, self._rates._version) != self._sent:  # a caller may have written there
             _send(rates, self._rates)
+            self._sent = rates, self._rates._version
 
     def _find_rates(self, due: Sequence[Stage], num_ahead: Sequence[int]) -> list[float]:
         """Learning rates, of updates that are due, else of the last ones; then coefficients."""

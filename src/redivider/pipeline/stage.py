@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from redivider.errors import naming
+from redivider.pipeline.capturable import unfused_where_new
 from redivider.pipeline.casts import refresh
 from redivider.pipeline.lookahead import Prediction, predict
 from redivider.pipeline.unit import Flow, Unit
@@ -220,7 +221,8 @@ class Stage:
         casts = [unit.weights.casts for unit in self.units if unit.weights.casts is not None]
         copies = {each: copy for some in casts for each, copy in some.copies.items()}
         if self.compiled_update is None or not self.compiled_update.step(optimizer, copies):
-            optimizer.step()
+            with unfused_where_new(optimizer):
+                optimizer.step()
             refresh(casts)
         for each in casts:
             each.note_fresh()

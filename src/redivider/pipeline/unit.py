@@ -7,6 +7,7 @@ rebuilds its input from it, and the gradients of the value's tensors.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -107,6 +108,7 @@ class Unit:
         stashes = method.weights == "stashed" and not at_the_end
         self.weights = Weights(parameters, stashes=stashes)
         self.kept: dict[int, Kept] = {}
+        self._draws: bool | None = None  # random numbers; not known before it has run
         self.ring: Ring | None = None
         """Where inputs are kept in a captured tick, if they are."""
         self.widen = widen
@@ -127,16 +129,17 @@ class Unit:
         flow = self._enter_row(flow) if self.is_coupling and not self._in_row else flow
         argument = self._argument(flow)
         call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
-        kept = Kept(self._record(call, microbatch, tensors[0].device), dtype=flow.dtype)
+        randomness = self._randomness(microbatch, tensors[0].device)
+        kept = Kept(self._record(call, randomness, tensors[0].device), dtype=flow.dtype)
         dtype = kept.record.autocast.dtype
+        self.weights.learn_casts(dtype, ahead, partial(self._try, call, tensors, microbatch))
         weights, kept.version = self.weights.of_forward(
             dtype, ahead, with_graph=self.keep == "graph"
         )
         tensors = self._with_weights(tensors, weights)
-        with self.weights.learning_casts(dtype, ahead):
-            output = self._run_forward(
-                call, tensors, argument, kept, others=weights is not self.parameters
-            )
+        output = self._run_forward(
+            call, tensors, argument, kept, others=weights is not self.parameters
+        )
         if self.keep != "nothing":
             value = flow.value[0] if self.is_coupling else flow.value
             if self.ring is None:
@@ -144,6 +147,7 @@ class Unit:
             else:
                 self.ring.put(value)
         self.kept[microbatch] = kept
+        self._draws = bool(self._draws) or randomness.drew
         if not self.is_coupling:
             return Flow(output)
         a, b = flow.value
@@ -172,6 +176,14 @@ class Unit:
         self.weights.give_back(kept.version)
         return below, grads
 
+    def _try(self, call: Call, tensors: Sequence[Tensor], microbatch: int) -> None:
+        """Run the unit for nothing: buffers and random numbers are then as before."""
+        before = [(each, each.clone()) for each in self._inner.buffers()]
+        with self._randomness(microbatch, tensors[0].device).again(), torch.no_grad():
+            call.run_plainly(tensors)
+        for buffer, value in before:
+            buffer.copy_(value)
+
     def _run_forward(
         self, call: Call, tensors: Sequence[Tensor], argument: Any, kept: Kept, *, others: bool
     ) -> Any:
@@ -197,7 +209,8 @@ class Unit:
         argument = self._argument(flow)
         call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
         tensors = self._with_weights(tensors, weights)
-        kept = Kept(self._record(call, microbatch, tensors[0].device, counts="first"))
+        randomness = self._randomness(microbatch, tensors[0].device)
+        kept = Kept(self._record(call, randomness, tensors[0].device, counts="first"))
         kept.run = call.rerun(tensors, self._needs(tensors, argument), kept.record)
         output = tree_map_only(Tensor, Tensor.detach, kept.run.output)
         if self.is_coupling:
@@ -263,7 +276,7 @@ class Unit:
         # A unit that keeps nothing has no argument to show: its call is split without one.
         args: tuple[Any, ...] = () if state["value"] is None else (self._argument(flow),)
         call, tensors = Call.split(self._inner, args, taken(self.module, side))
-        record = self._record(call, microbatch, device)
+        record = self._record(call, self._randomness(microbatch, device), device)
         record.load_state_dict(state["record"])
         kept = Kept(record, state["value"], state["dtype"], version=tuple(state["version"]))
         if self.keep == "graph":
@@ -316,7 +329,8 @@ class Unit:
             tensors = self._with_weights(
                 tensors, self.weights.of_backward(kept.version, kept.record.autocast.dtype)
             )
-            apart = run_apart(self._inner, grads)
+            # A compiled module draws others when it is run apart from its outputs.
+            apart = run_apart(self._inner, grads) if self._draws is False else None
             run = call.rerun(tensors, self._needs(tensors, argument), kept.record, apart)
         below = Flow(kept.value, kept.dtype) if self._hands_down else Flow(None)
         num_values = len(run.leaves) - len(self.parameters) - _num_tensors(taken(self.module, side))
@@ -338,12 +352,11 @@ class Unit:
     def _record(
         self,
         call: Call,
-        microbatch: int,
+        randomness: Seeded,
         device: torch.device,
         counts: Literal["first", "again"] | None = None,
     ) -> Record:
         counts = counts or ("first" if self.keep == "graph" else "again")
-        randomness = self._randomness(microbatch, device)
         return Record(call.modules, device, randomness=randomness, counts=counts)
 
     def _randomness(self, microbatch: int, device: torch.device) -> Seeded:

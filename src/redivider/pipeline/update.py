@@ -14,6 +14,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from redivider.compiled import own_code
+from redivider.pipeline.capturable import has_hooks
 from redivider.pipeline.gradients import widen
 
 Group = dict[str, Any]
@@ -39,8 +40,7 @@ class CompiledUpdate:
         The first step cannot be: it makes the optimizer's state.
         """
         plans = [_plan(optimizer, group) for group in optimizer.param_groups]
-        hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
-        if hooks or any(plan is None for plan in plans):
+        if has_hooks(optimizer) or any(plan is None for plan in plans):
             return False
         for group, (run, lists, options) in zip(optimizer.param_groups, plans, strict=True):
             weights = lists[0]
@@ -54,16 +54,16 @@ class CompiledUpdate:
             if fault is None:
                 fault = torch.zeros((), device=device)
             cast = [each for each in weights if each in copies]
-            compiled = self._compiled(run, (weights, cast), tuple(options.items()))
+            compiled = self._compiled(run, (weights, cast), repr(options))
             compiled(*lists, cast, [copies[each] for each in cast], rate, fault, options)
         return True
 
     def widen(self, wide: list[Tensor], narrow: list[Tensor]) -> None:
         """As gradients.py has it."""
-        self._compiled(widen, (wide, narrow), ())(wide, narrow)
+        self._compiled(widen, (wide, narrow), "")(wide, narrow)
 
     def _compiled(
-        self, run: Callable[..., None], tensors: Sequence[Sequence[Tensor]], others: Any
+        self, run: Callable[..., None], tensors: Sequence[Sequence[Tensor]], others: str
     ) -> Callable[..., None]:
         looks = tuple((t.shape, t.stride(), t.dtype, t.device) for each in tensors for t in each)
         kind = (run, tuple(map(len, tensors)), looks, others)

@@ -5,8 +5,8 @@ kept, or those of now. Look-ahead gives a forward the weights that momentum pred
 the weights of now may be there in its precision already.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,13 +67,12 @@ class Weights:
         if self.stash:
             self.stash.give_back(version)
 
-    @contextmanager
-    def learning_casts(self, dtype: torch.dtype | None, ahead: Prediction | None) -> Iterator[None]:
-        """Learn from the first run under autocast which weights it casts."""
+    def learn_casts(
+        self, dtype: torch.dtype | None, ahead: Prediction | None, run: Callable[[], Any]
+    ) -> None:
+        """Learn, from a run that leaves no trace, which weights autocast casts at every use."""
         known = self.casts is not None and self.casts.dtype == dtype
-        if dtype is None or known or self.stash or ahead is not None:
-            yield
-            return
-        with watching(self.parameters, dtype) as found:
-            yield
-        self.casts = Casts(found, dtype)
+        if dtype is not None and not known and self.stash is None and ahead is None:
+            with watching(self.parameters, dtype) as found:
+                run()
+            self.casts = Casts(found, dtype)

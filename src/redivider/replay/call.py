@@ -6,7 +6,7 @@ leaves their hooks would fire inside, and once more when the gradient arrives wh
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 from weakref import WeakSet
@@ -75,14 +75,17 @@ class Call:
         Where a graph is built, it is dropped before this returns. It makes the run take the same
         kernels as the second one, and shows at the first call what the module depends on.
         """
-        if with_graph or self.module not in _verified:
+        # A compiled module draws other random numbers than a plain one, so its first run must be
+        # compiled as well; what it depends on is verified in the second.
+        is_compiled = self.module._compiled_call_impl is not None
+        if with_graph or not (is_compiled or self.module in _verified):
             needs = [each.requires_grad for each in tensors]
-            # A run that only verifies is not worth a compiled graph of its own.
-            stance = nullcontext() if with_graph else torch.compiler.set_stance("force_eager")
             # Nothing will be asked of this graph.
-            with stance, saved_tensors_hooks(_forget, _forget):
+            with saved_tensors_hooks(_forget, _forget):
                 run, record = self.only_run(tensors, needs, record=record)
             return tree_map_only(Tensor, Tensor.detach, run.output), record
+        if self.module not in _verified:
+            _verify_unsharded(self.modules)
         record = self._new(record, tensors)
         versions = [each._version for each in tensors]
         with _one_at_a_time, record.first(), torch.no_grad(), uncached_casts():
@@ -93,6 +96,11 @@ class Call:
                 output = self.module(*args, **kwargs)
         _verify_unwritten(tensors, versions)
         return tree_map_only(Tensor, Tensor.detach, output), record
+
+    def run_plainly(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the module on these tensors, and see to nothing else."""
+        with _one_at_a_time, uncached_casts():
+            return self._run(tensors, self.module)
 
     def only_run(
         self, tensors: Sequence[Tensor], needs: Sequence[bool], *, record: Record | None = None

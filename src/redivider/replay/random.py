@@ -65,6 +65,8 @@ class Seeded(Randomness):
     def __init__(self, seed: int, microbatch: int, unit: int, device: torch.device) -> None:
         self._seed, self._microbatch, self._unit = seed, microbatch, unit
         self._devices = _devices(device)
+        self.drew = False
+        """Whether a run has drawn any."""
 
     def first(self) -> AbstractContextManager[None]:
         return self.again()
@@ -82,7 +84,10 @@ class Seeded(Randomness):
                     torch.default_generator.manual_seed(mixed)
                 else:
                     _place(device, self._seed, _offset(self._microbatch, self._unit))
+            start = [_get_state(device) for device in self._devices]
             yield
+            pairs = zip(self._devices, start, strict=True)
+            self.drew = any(not torch.equal(_get_state(each), state) for each, state in pairs)
 
     @contextmanager
     def _captured(
@@ -95,6 +100,7 @@ class Seeded(Randomness):
         if torch.equal(_get_state(device), here):
             _set_state(device, before)  # a graph that draws nothing is replayed with less ado
         else:
+            self.drew = True
             draws.append(device)
 
 
