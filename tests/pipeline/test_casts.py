@@ -96,7 +96,8 @@ def test_a_tick_casts_no_weight():
     with CastsOf(weights) as casts:
         run(pipe, 5, start=20)
     assert casts.count == 0
-    cast = [set(unit.weights.casts.copies) for unit in pipe._units.values()]
+    casts = [unit.weights.casts[torch.bfloat16] for unit in pipe._units.values()]
+    cast = [set(each.copies) for each in casts]
     norms = {p for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
     assert set.union(*cast) == set(model.parameters()) - norms
 
@@ -150,6 +151,41 @@ def test_only_what_is_always_cast_gets_a_copy():
     with torch.autocast("cpu", torch.bfloat16), watching(weights, torch.bfloat16) as found:
         module(torch.randn(2, 4))
     assert [each is module.product for each in found] == [True]
+
+
+class Tied(nn.Module):
+    def __init__(self, linear, times=1):
+        super().__init__()
+        self.linear, self.times = linear, times
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_weights_that_are_used_more_than_once(times, monkeypatch):
+    """By two units of a stage, or several times by one: gradients add up in full precision."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        linear = nn.Linear(8, 8)
+        units = [nn.Linear(3, 8), Tied(linear, times), Tied(linear, times), nn.Linear(8, 3)]
+        pipe = rd.Pipeline(
+            rd.Chain(units),
+            stages=[1, 2, 1],
+            loss=F.cross_entropy,
+            optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.5),
+        )
+        for index in range(20):
+            generator = torch.Generator().manual_seed(index)
+            x = torch.randn(4, 3, generator=generator)
+            with torch.autocast("cpu", torch.bfloat16):
+                pipe.step(x, torch.randint(3, (4,), generator=generator))
+        found.append(linear.weight.detach())
+        uncast(monkeypatch)
+    assert torch.equal(*found)
 
 
 def test_weights_that_share_their_memory_get_none():

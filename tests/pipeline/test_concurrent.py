@@ -148,8 +148,21 @@ def test_a_loss_that_is_not_a_number_is_reported_and_no_update_follows():
                 weights.append(copy.deepcopy(pipe._chain.state_dict()))
     assert len(weights) > 2 and all(equal(weights[0], each) for each in weights)
     assert all(each.isfinite().all() for each in weights[0].values())
+    for go_on in (lambda: pipe.step(*next(batches(1))), pipe.flush):
+        with pytest.raises(RuntimeError, match="was stopped"):
+            go_on()
+
+
+def test_a_fault_that_is_heard_of_at_a_flush_stops_the_pipeline():
+    pipe = build(CUTS[3])
+    run(pipe, 31)
+    assert pipe._concurrent.is_active
+    pipe.step(torch.full((4, 5), torch.inf).double(), torch.zeros(4, dtype=torch.long))
+    run(pipe, 3, start=31)
+    with pytest.raises(FloatingPointError, match=r"micro-batch 31"):
+        pipe.flush()
     with pytest.raises(RuntimeError, match="was stopped"):
-        pipe.step(*next(batches(1)))
+        pipe.flush()
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,9 @@ class Settings:
     def now(self) -> Any:
         """Training flags, which parameters train, and the optimizers' settings but for rates."""
         flags = [module.training for module in self._modules]
-        trained = [each.requires_grad for each in self._parameters]
+        trained: list[int] = [each.requires_grad for each in self._parameters]
         trained += [has_hooks(each) for each in self._optimizers]
+        trained += [each.data_ptr() for each in self._parameters]
         return (
             flags,
             trained,

@@ -51,9 +51,10 @@ class Casts:
 @torch.no_grad()
 def refresh(casts: Sequence[Casts]) -> None:
     """After an update, cast all weights once."""
-    copies = {each: copy for some in casts for each, copy in some.copies.items()}
-    if copies:
-        torch._foreach_copy_(list(copies.values()), list(copies))
+    # A weight that two units share has two copies.
+    pairs = [(copy, each) for some in casts for each, copy in some.copies.items()]
+    if pairs:
+        torch._foreach_copy_([copy for copy, _ in pairs], [each for _, each in pairs])
     for each in casts:
         each.note_fresh()
 
@@ -75,14 +76,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A run works on stand-ins that share the weights' memory.
         self._memory = [_memory(each) for each in weights]
         self._dtype = dtype
-        self._cast: set[int] = set()
+        self._cast: list[int] = []
         self._used: set[int] = set()
 
     def casts(self, weight: Tensor) -> bool:
-        """Whether a weight was only ever cast; one that shares its memory is left alone."""
+        """Whether a weight was cast once, and not used otherwise.
+
+        One that shares its memory is left alone, and one that is cast several times: autograd adds
+        up its gradients in full precision.
+        """
         memory = _memory(weight)
         alone = self._memory.count(memory) == 1
-        return alone and memory in self._cast and memory not in self._used
+        return alone and self._cast.count(memory) == 1 and memory not in self._used
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -90,9 +95,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self._dtype
         if func is not torch.ops.aten.detach.default:
-            noted = self._cast if is_cast else self._used
-            leaves = tree_leaves((args, kwargs))
-            noted.update(_memory(each) for each in leaves if isinstance(each, Tensor))
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            if is_cast:
+                self._cast += map(_memory, tensors)
+            else:
+                self._used.update(map(_memory, tensors))
         return func(*args, **kwargs)
 
 

@@ -163,14 +163,21 @@ class Concurrent:
     def _try_to_record(self, inputs: Any) -> bool:
         """Record a cycle of phases, unless something in them cannot be: then ticks stay eager."""
         try:
+            self._follow_weights()
             self._record(inputs)
-        except RuntimeError as error:
+        except Exception as error:
             self._phases = []
             said = str(error).partition("\n")[0]
             where = " ".join(getattr(error, "__notes__", []))
             self._refuse(f"recording one failed: {said} {where}".rstrip())
             return False
         return True
+
+    def _follow_weights(self) -> None:
+        """Cast again what somebody else has changed."""
+        for _, unit in self._units():
+            for each in unit.weights.casts.values():
+                each.follow()
 
     def _record(self, inputs: Any) -> None:
         pipe = self._pipe
@@ -187,10 +194,6 @@ class Concurrent:
             self._graphs, len(pipe.stages), self._num_phases, self._control.microbatch
         )
         self._pending = [stage.num_pending for stage in pipe.stages]
-        self._like: dict[Unit, Kept | None] = {
-            unit: next((replace(each, value=None) for each in unit.kept.values()), None)
-            for _, unit in self._units()
-        }
         self._rings = {
             unit: (stage, Ring([k.value for k in unit.kept.values()], min(unit.kept), where))
             for (stage, unit), where in zip(keeping, self._control.slots, strict=True)
@@ -257,6 +260,10 @@ class Concurrent:
     def _enter(self) -> None:
         """Put everything in flight where the first phase reads it."""
         pipe = self._pipe
+        self._like: dict[Unit, Kept | None] = {
+            unit: next((replace(each, value=None) for each in unit.kept.values()), None)
+            for _, unit in self._units()
+        }
         Carried.of(pipe).copy_to(self._phases[-1].carried)
         for unit, (_, ring) in self._rings.items():
             ring.fill([each.value for each in unit.kept.values()], min(unit.kept))
@@ -272,9 +279,7 @@ class Concurrent:
         entering = pipe._first + pipe._entered
         numbers = self._numbers(entering)
         self._control.send(numbers, phase.updates, phase.num_ahead)
-        for _, unit in self._units():
-            if unit.weights.casts is not None:
-                unit.weights.casts.follow()
+        self._follow_weights()
         with replayed_from(self._oldest(entering), pipe.seed, phase.draws_on):
             phase.replay()
         pipe._tick += 1
@@ -328,8 +333,8 @@ class Concurrent:
                 stage.num_pending, stage.num_updates = num_pending, num_updates
             for unit, in_flight in kept:
                 unit.kept, unit.ring = in_flight, None
-                if unit.weights.casts is not None:
-                    unit.weights.casts.distrust()  # an update that is recorded has cast nothing
+                for each in unit.weights.casts.values():
+                    each.distrust()  # an update that is recorded has cast nothing
 
     def _oldest(self, entering: int) -> int:
         """The micro-batch that the first stage takes back when this one enters."""

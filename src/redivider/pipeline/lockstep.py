@@ -327,7 +327,8 @@ class Pipeline:
 
     def _leave_graphs(self) -> None:
         if self._concurrent is not None:
-            self._concurrent.leave()
+            with self._stopping():
+                self._concurrent.leave()
 
     def _verify_side(self, side: dict[str, Any]) -> None:
         self._chain.verify_keywords(side)

@@ -218,11 +218,15 @@ class Stage:
 
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        casts = [unit.weights.casts for unit in self.units if unit.weights.casts is not None]
+        casts = [each for unit in self.units for each in unit.weights.casts.values()]
         copies = {each: copy for some in casts for each, copy in some.copies.items()}
+        if len(copies) < sum(len(each.copies) for each in casts):
+            copies = {}  # some weights have two
         if self.compiled_update is None or not self.compiled_update.step(optimizer, copies):
             with unfused_where_new(optimizer):
                 optimizer.step()
+            refresh(casts)
+        elif not copies:
             refresh(casts)
         for each in casts:
             each.note_fresh()

@@ -29,7 +29,7 @@ class Weights:
     def __init__(self, parameters: Sequence[Tensor], *, stashes: bool) -> None:
         self.parameters = parameters
         self.stash = Stash(parameters) if stashes else None
-        self.casts: Casts | None = None
+        self.casts: dict[torch.dtype, Casts] = {}
 
     def of_forward(
         self, dtype: torch.dtype | None, ahead: Prediction | None, *, with_graph: bool
@@ -58,9 +58,8 @@ class Weights:
         """The weights of the backward of a forward that had this version."""
         if self.stash:
             return self.stash.weights(version)
-        if self.casts is None or self.casts.dtype != dtype:
-            return self.parameters
-        return self.casts.standing_in(self.parameters)
+        casts = None if dtype is None else self.casts.get(dtype)
+        return self.parameters if casts is None else casts.standing_in(self.parameters)
 
     def give_back(self, version: Version) -> None:
         """That backward is done."""
@@ -71,8 +70,8 @@ class Weights:
         self, dtype: torch.dtype | None, ahead: Prediction | None, run: Callable[[], Any]
     ) -> None:
         """Learn, from a run that leaves no trace, which weights autocast casts at every use."""
-        known = self.casts is not None and self.casts.dtype == dtype
+        known = dtype is None or dtype in self.casts
         if dtype is not None and not known and self.stash is None and ahead is None:
             with watching(self.parameters, dtype) as found:
                 run()
-            self.casts = Casts(found, dtype)
+            self.casts[dtype] = Casts(found, dtype)

@@ -56,7 +56,10 @@ def statistics_counted(modules: Sequence[nn.Module]) -> Iterator[None]:
         (each, each._buffers["num_batches_tracked"])
         for each in counting_layers(modules)
         # With no momentum it averages over all batches, and needs their number while it runs.
-        if _heeds(each) and each.track_running_stats and each.momentum is not None
+        if _heeds(each)
+        and each.track_running_stats
+        and each.momentum is not None
+        and not isinstance(each, nn.SyncBatchNorm)  # which insists on its own
     ]
     counters = [(layer, counter) for layer, counter in layers if counter is not None]
     for layer, _ in counters:
