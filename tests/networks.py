@@ -44,6 +44,17 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, tokens, width))
 
 
+class Reading(nn.Module):
+    """Asks for a number on the host, which a CUDA graph cannot hold."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x) * (1.0 if x.sum().item() > 0 else 0.5)
+
+
 class Buffered(nn.Module):
     """Reads one buffer and moves another one at every run, and what it computes depends on both."""
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import MLP
+from networks import MLP, Reading
 from torch import nn
 
 import redivider as rd
@@ -179,21 +179,12 @@ def test_an_optimizer_that_chose_nothing_is_fused():
     assert chosen == [True, False]
 
 
-class Reading(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x):
-        return self.linear(x) * (1.0 if x.sum().item() > 0 else 0.5)
-
-
 def test_what_cannot_be_captured_stays_eager_and_is_said(caplog):
     caplog.set_level("INFO", "redivider")
     found = []
     for capture in (True, False):
         torch.manual_seed(0)
-        units = [nn.Linear(8, 32), rd.Duplicate(), rd.Coupling(Reading()), rd.Fuse()]
+        units = [nn.Linear(8, 32), rd.Duplicate(), rd.Coupling(Reading(32)), rd.Fuse()]
         pipe = make(rd.Chain([*units, nn.Linear(64, 5)]).cuda(), capture=capture, stages=3)
         found.append(run(pipe, 40))
     assert torch.equal(*found)

@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import Buffered, ConvNorm
+from networks import MLP, Buffered, ConvNorm, Reading
 from tape import Tape
 from torch import nn
 
 import redivider as rd
 from pipeline.test_state import equal
 from pipeline.test_trajectory import CUTS, batches, network, rate
-from redivider.pipeline.capturable import reason_against
+from redivider.pipeline.capturable import fuse, reason_against
 from redivider.pipeline.concurrent import Concurrent
 
 OPTIMIZERS = {
@@ -40,6 +40,26 @@ def build(cut, *, optimizer="sgd", seed=0, recorded=True, **options):
     if recorded:
         pipe._concurrent = Concurrent(pipe, lambda num: Tape(num, seed))
     return pipe
+
+
+def build_both(make, stages="auto", **options):
+    """Pipelines of the same model, recorded and not."""
+    pipes = []
+    for recorded in (True, False):
+        torch.manual_seed(0)
+        pipe = rd.Pipeline(
+            make(), stages=stages, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"], **options
+        )
+        if recorded:
+            pipe._concurrent = Concurrent(pipe, Tape)
+        pipes.append(pipe)
+    return pipes
+
+
+def around(f):
+    """A model about one coupling."""
+    units = [nn.Linear(5, 8), rd.Duplicate(), rd.Coupling(f), rd.Fuse(), nn.Linear(16, 3)]
+    return rd.Chain(units).double()
 
 
 def run(pipe, number, start=0):
@@ -183,19 +203,7 @@ def test_what_cannot_be_recorded_has_a_reason(options, reason):
 
 def test_units_that_move_their_buffers_stay_in_lockstep(caplog):
     caplog.set_level("INFO", "redivider")
-    pipes = []
-    for recorded in (True, False):
-        torch.manual_seed(0)
-        units = [nn.Linear(5, 8), rd.Duplicate(), rd.Coupling(Buffered(8)), rd.Fuse()]
-        pipe = rd.Pipeline(
-            rd.Chain([*units, nn.Linear(16, 3)]).double(),
-            stages="auto",
-            loss=F.cross_entropy,
-            optimizer=OPTIMIZERS["sgd"],
-        )
-        if recorded:
-            pipe._concurrent = Concurrent(pipe, Tape)
-        pipes.append(pipe)
+    pipes = build_both(lambda: around(Buffered(8)))
     assert equal(*[run(pipe, 30) for pipe in pipes])
     assert not pipes[0]._concurrent.is_active
     said = [each.message for each in caplog.records if "not captured" in each.message]
@@ -287,53 +295,23 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("first", [rd.Duplicate(), nn.Identity()])
 def test_inputs_that_go_on_as_they_are(first):
     """The next input comes to where the last one was, which the second stage still reads."""
-    pipes = []
-    for recorded in (True, False):
-        torch.manual_seed(0)
+    ends = [rd.Fuse()] if isinstance(first, rd.Duplicate) else []
+
+    def make():
         norm = nn.BatchNorm1d(5)  # and two units of a stage may share a norm
-        ends = [rd.Fuse()] if isinstance(first, rd.Duplicate) else []
         shared = [Normed(norm), Normed(norm)]
         units = [first, *ends, nn.Linear(10 if ends else 5, 5), *shared, nn.Linear(5, 3)]
-        pipe = rd.Pipeline(
-            rd.Chain(units).double(),
-            stages=[1] * len(ends) + [1, 1, 2, 1],
-            loss=F.cross_entropy,
-            optimizer=OPTIMIZERS["sgd"],
-        )
-        if recorded:
-            pipe._concurrent = Concurrent(pipe, Tape)
-        pipes.append(pipe)
+        return rd.Chain(units).double()
+
+    pipes = build_both(make, stages=[1] * len(ends) + [1, 1, 2, 1])
     assert equal(*[run(pipe, 40) for pipe in pipes])
     assert pipes[0]._concurrent.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
-class Reading(nn.Module):
-    """A function that asks for a number on the host, which a graph cannot hold."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear(x) * (1.0 if x.sum().item() > 0 else 0.5)
-
-
 def test_a_tick_that_cannot_be_recorded_stays_in_lockstep(caplog):
     caplog.set_level("INFO", "redivider")
-    pipes = []
-    for recorded in (True, False):
-        torch.manual_seed(0)
-        units = [nn.Linear(5, 8), rd.Duplicate(), rd.Coupling(Reading()), rd.Fuse()]
-        pipe = rd.Pipeline(
-            rd.Chain([*units, nn.Linear(16, 3)]).double(),
-            stages="auto",
-            loss=F.cross_entropy,
-            optimizer=OPTIMIZERS["sgd"],
-        )
-        if recorded:
-            pipe._concurrent = Concurrent(pipe, Tape)
-        pipes.append(pipe)
+    pipes = build_both(lambda: around(Reading()))
     assert equal(*[run(pipe, 40) for pipe in pipes])
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
     assert not pipes[0]._concurrent.is_active
@@ -343,19 +321,13 @@ def test_a_tick_that_cannot_be_recorded_stays_in_lockstep(caplog):
 
 
 def test_batch_norm_under_autocast_with_weights_cast_once():
-    pipes = []
-    for recorded in (True, False):
-        torch.manual_seed(0)
+    def make():
         couplings = [rd.Coupling(ConvNorm(4)) for _ in range(3)]
         stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), rd.Split(dim=1))
         units = [stem, *couplings, rd.Fuse("concat", dim=1), nn.Flatten(), nn.Linear(72, 3)]
-        model = rd.Chain(units).to(memory_format=torch.channels_last)
-        pipe = rd.Pipeline(
-            model, stages="auto", loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"], lr_lambda=rate
-        )
-        if recorded:
-            pipe._concurrent = Concurrent(pipe, Tape)
-        pipes.append(pipe)
+        return rd.Chain(units).to(memory_format=torch.channels_last)
+
+    pipes = build_both(make, lr_lambda=rate)
     losses: list[list[torch.Tensor]] = [[], []]
     for index in range(60):
         generator = torch.Generator().manual_seed(index)
@@ -372,6 +344,47 @@ def test_batch_norm_under_autocast_with_weights_cast_once():
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
     counted = pipes[0]._chain[0][1].num_batches_tracked
     assert counted == 60 - 2 * (len(pipes[0].stages) - 1)
+
+
+def run_cast(pipes, number, dtype_at, change_at=()):
+    """Losses of both under autocast; their weights are halved before some ticks."""
+    losses = [[], []]
+    for index, (x, target) in enumerate(batches(number)):
+        for pipe, found in zip(pipes, losses, strict=True):
+            if index in change_at:
+                with torch.no_grad():
+                    for each in pipe._chain.parameters():
+                        each.mul_(0.5)
+            with torch.autocast("cpu", dtype_at(index)):
+                found.append(pipe.step(x.float(), target).loss)
+    return losses
+
+
+def test_a_tick_under_another_autocast():
+    pipes = build_both(lambda: around(MLP(8)).float())
+    losses = run_cast(pipes, 60, lambda n: torch.float16 if n == 30 else torch.bfloat16)
+    assert pipes[0]._concurrent.is_active
+    assert equal(*losses)
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_weights_changed_before_a_recording_that_fails(accumulate, caplog):
+    caplog.set_level("INFO", "redivider")
+    pipes = build_both(lambda: around(Reading()).float(), accumulate=accumulate)
+    losses = run_cast(pipes, 50, lambda _: torch.bfloat16, change_at=range(10, 40))
+    assert "recording one failed" in caplog.text
+    assert equal(*losses)
+
+
+def test_adam_is_made_what_a_capture_asks_for():
+    weight = nn.Parameter(torch.zeros(2))
+    chosen = torch.optim.AdamW([weight], fused=True)
+    fuse(chosen)
+    assert chosen.param_groups[0]["capturable"]
+    other = torch.optim.AdamW([weight], foreach=True)
+    fuse(other)
+    assert not other.param_groups[0]["capturable"] and not other.param_groups[0]["fused"]
 
 
 def test_updates_wait_for_the_forward_of_their_stage():

@@ -95,6 +95,20 @@ def test_after_a_fault_no_weight_changes_whatever_the_gradients_are(optimizer):
     assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
 
 
+def test_settings_may_be_lists():
+    weights, others = parameters(), parameters()
+    mine, plain = (AdamW(each, lr=0.1, fused=True) for each in (weights, others))
+    for each in (mine, plain):
+        each.param_groups[0]["betas"] = [0.8, 0.9]
+    for _ in range(2):
+        fill_gradients(weights, others)
+        with torch.no_grad():
+            if not CompiledUpdate(backend="aot_eager").step(mine, {}):
+                mine.step()
+        plain.step()
+    assert same(weights, others, 1e-6)
+
+
 def test_what_it_cannot_do_is_left_to_the_optimizer():
     weights = parameters()
     fill_gradients(weights)
@@ -107,6 +121,9 @@ def test_what_it_cannot_do_is_left_to_the_optimizer():
 
     others = [hooked, Own(weights, lr=0.1), torch.optim.RMSprop(weights, lr=0.1)]
     on_the_host = Adam(weights, lr=0.1)  # a step counted on the host is no input of a graph
+    on_the_host.step()
+    for state in on_the_host.state.values():
+        state["step"] = state["step"].to("meta")  # as good as another device
     before = copy.deepcopy(weights)
     assert not any(update.step(each, {}) for each in (*others, on_the_host))
     assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))

@@ -307,6 +307,13 @@ def test_batches_are_counted_in_all_layers_and_averages_without_momentum_are_rig
         assert all(layer.num_batches_tracked == number for layer in module)
 
 
+def test_a_layer_that_insists_on_its_counter_keeps_it():
+    module = nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm1d(3))
+    with statistics_counted(list(module.modules())):
+        assert module[0].num_batches_tracked is not None
+        assert module[1].num_batches_tracked is None
+
+
 def test_counters_that_are_left_for_later_are_handed_out():
     module = _Layers(0.1, 0.1)
     with counted_later() as counters, statistics_counted(list(module.modules())):

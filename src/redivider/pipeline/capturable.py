@@ -77,23 +77,17 @@ class Settings:
         self._optimizers = [stage.optimizer for stage in pipe.stages]
 
     def now(self) -> Any:
-        """Training flags, which parameters train, and the optimizers' settings but for rates."""
+        """All of it: flags, which parameters train, where they are, how optimizers are set."""
         flags = [module.training for module in self._modules]
-        trained: list[int] = [each.requires_grad for each in self._parameters]
-        trained += [has_hooks(each) for each in self._optimizers]
-        trained += [each.data_ptr() for each in self._parameters]
-        return (
-            flags,
-            trained,
-            [
-                [id(value) if isinstance(value, Tensor) else value for value in _built_in(group)]
-                for group in self._groups
-            ],
-        )
+        parameters = [(each.requires_grad, each.data_ptr()) for each in self._parameters]
+        hooked = [has_hooks(each) for each in self._optimizers]
+        return flags, parameters, hooked, [_built_in(group) for group in self._groups]
 
 
 def _built_in(group: dict[str, Any]) -> list[Any]:
-    return [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
+    """The settings of a group but for its rate, which the host sends."""
+    others = [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
+    return [id(value) if isinstance(value, Tensor) else value for value in others]
 
 
 def _look(value: Any) -> Any:

@@ -24,7 +24,6 @@ class Casts:
     """
 
     def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self.dtype = dtype
         self.copies = {each: torch.empty_like(each, dtype=dtype) for each in weights}
         self._versions: list[int] = []
         refresh([self])

@@ -17,6 +17,7 @@ is not a steady tick: a flush, a state, an input of another shape.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -230,6 +231,7 @@ class Concurrent:
                 stage.optimizer.found_inf = self._recording.fault_seen_by(stage.index)
 
         drawn: list[torch.device] = []
+        by_times: dict[int, list[Tensor]] = {}
 
         def run() -> Any:
             # They travel, and the next ones come to where these are.
@@ -241,11 +243,10 @@ class Concurrent:
                 tick = pipe._run_tick()
             drawn.extend(draws)
             self._graphs.join()
-            while counters:  # one that two units share is there twice
-                once = list(dict.fromkeys(counters))
-                torch._foreach_add_(once, 1)
-                for each in once:
-                    counters.pop(next(i for i, other in enumerate(counters) if other is each))
+            for each, times in Counter(counters).items():  # one that units share is there twice
+                by_times.setdefault(times, []).append(each)
+            for times, some in by_times.items():
+                torch._foreach_add_(some, times)
             if len(self._phases) == self._num_phases - 1:
                 Carried.of(pipe).copy_to(start)
             return tick

@@ -222,14 +222,15 @@ class Stage:
         copies = {each: copy for some in casts for each, copy in some.copies.items()}
         if len(copies) < sum(len(each.copies) for each in casts):
             copies = {}  # some weights have two
-        if self.compiled_update is None or not self.compiled_update.step(optimizer, copies):
+        done = self.compiled_update is not None and self.compiled_update.step(optimizer, copies)
+        if not done:
             with unfused_where_new(optimizer):
                 optimizer.step()
+        if done and copies:  # the update has cast them itself
+            for each in casts:
+                each.note_fresh()
+        else:
             refresh(casts)
-        elif not copies:
-            refresh(casts)
-        for each in casts:
-            each.note_fresh()
 
     @property
     def num_ahead(self) -> int:
