@@ -4,6 +4,7 @@ At small batches a GPU waits for the host that launches its kernels. A captured 
 one call; two CUDA streams inside it (overlap.py) become parallel branches.
 """
 
+import gc
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -129,6 +130,7 @@ class Captured:
 
     def _capture(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        gc.collect()  # the memory of graphs that are gone
         with capturing(self._graph, torch.cuda.current_stream()):
             with _refused("failed while it was captured"):
                 output = self._run(waits="default")

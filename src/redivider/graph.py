@@ -14,16 +14,16 @@ def capturing(
 ) -> Iterator[None]:
     """Capture what is done within, on a CUDA stream and those that wait for it.
 
-    If that fails, the end of the capture fails as well; what is raised is what came first.
+    If that fails, the end of the capture fails as well; what is raised is what came first. Other
+    threads may go on: a loader's may ask for pinned memory.
     """
-    gc.collect()  # a graph that is let go of in the meantime would end the capture
     generator = torch.cuda.default_generators[stream.device.index]
     fresh = generator.clone_state()
     first: BaseException | None = None
     collects = gc.isenabled()
-    gc.disable()
+    gc.disable()  # a graph that is let go of in the meantime would end the capture
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             try:
                 yield
             except BaseException as error:

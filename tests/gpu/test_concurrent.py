@@ -3,6 +3,7 @@
 import random
 from contextlib import contextmanager
 from functools import partial
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -127,6 +128,7 @@ def test_revnet(accumulate, dtype):
     assert equal(*models)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at inputs
 def test_compiled():
     """Captured and eager run the same kernels; plain ones differ by rounding."""
     found = []
@@ -206,6 +208,7 @@ class Sleepy(CudaGraphs):
         return super().lane(index)
 
 
+@pytest.mark.timeout(300)
 def test_random_delays_in_branches_change_nothing():
     pipe = make(tokens_model(), capture=True)
     pipe._concurrent = Concurrent(pipe, partial(Sleepy, torch.device("cuda")))
@@ -218,6 +221,44 @@ def test_random_delays_in_branches_change_nothing():
         assert torch.equal(*losses)
         pipe._concurrent.leave()
         pipe._concurrent.forget()
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_inputs_may_come_from_the_host(capture):
+    models = [tokens_model() for _ in range(2)]
+    pipes = [make(model, capture=capture) for model in models]
+    for index in range(60):
+        x, y = batch(index)
+        torch.cuda._sleep(1_000_000)  # a tick that is still running when the next input comes
+        ticks = [pipes[0].step(x, y), pipes[1].step(x.cpu().pin_memory(), y.cpu())]
+        assert ticks[0].loss is None or torch.equal(ticks[0].loss, ticks[1].loss)
+    assert pipes[1]._concurrent is None or pipes[1]._concurrent.is_active
+    assert equal(*models)
+
+
+def test_other_threads_may_go_on_while_ticks_are_recorded():
+    """As a loader's that pins its batches."""
+    done, faults = Event(), []
+
+    def pin():
+        size = 1
+        while not done.is_set():
+            try:
+                torch.empty(size % 2**20 + 1).pin_memory().cuda(non_blocking=True)
+            except RuntimeError as error:
+                faults.append(error)
+            size += 40_009
+
+    thread = Thread(target=pin)
+    thread.start()
+    try:
+        pipe = make(tokens_model(), capture=True)
+        run(pipe, 60)
+    finally:
+        done.set()
+        thread.join()
+    assert pipe._concurrent.is_active
+    assert not faults
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

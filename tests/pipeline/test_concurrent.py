@@ -12,8 +12,9 @@ from torch import nn
 import redivider as rd
 from pipeline.test_state import equal
 from pipeline.test_trajectory import CUTS, batches, network, rate
-from redivider.pipeline.capturable import fuse, reason_against
+from redivider.pipeline.capturable import reason_against
 from redivider.pipeline.concurrent import Concurrent
+from redivider.pipeline.fused import fuse
 
 OPTIMIZERS = {
     "sgd": lambda stage: torch.optim.SGD(
@@ -199,6 +200,15 @@ def test_what_cannot_be_recorded_has_a_reason(options, reason):
     against = reason_against(rd.Pipeline(network(), stages=3, loss=F.cross_entropy, **options))
     assert (against is None) == (reason is None)
     assert reason is None or reason in against
+
+
+def test_rates_that_would_lose_bits_are_a_reason():
+    """Fused kernels of a GPU read float32; the meta device stands for one."""
+    pipe = rd.Pipeline(network(), stages=3, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])
+    pipe.stages[1].module.to("meta")
+    assert "rates would be torch.float32, weights torch.float64" in reason_against(pipe)
+    pipe.stages[1].module.float()
+    assert reason_against(pipe) is None
 
 
 def test_units_that_move_their_buffers_stay_in_lockstep(caplog):

@@ -1,18 +1,15 @@
 """Which ticks can be captured as CUDA graphs: what a pipeline, an optimizer and inputs must be."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from redivider.pipeline.fused import has_hooks, rate_dtype
 from redivider.replay.autocast import Autocast
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-
-FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def reason_against(pipe: Any) -> str | None:
@@ -22,49 +19,13 @@ def reason_against(pipe: Any) -> str | None:
     if pipe.arithmetic.exact:
         return "a stream that leaves its grid must stop the pipeline at once"
     for stage in pipe.stages:
+        for each in stage.module.parameters():
+            if each.dtype.itemsize > rate_dtype(each.device).itemsize:
+                return f"learning rates would be {rate_dtype(each.device)}, weights {each.dtype}"
         if not all(group.get("fused") for group in stage.groups):
             kind = type(stage.optimizer).__name__
             return f"{kind} is not fused, and could not skip an update after a fault (fused=True)"
     return None
-
-
-def fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer use its fused kernels, if it has some and its maker chose nothing else."""
-    if type(optimizer) not in FUSED:
-        return
-    for group in optimizer.param_groups:
-        trained = [each for each in group["params"] if each.requires_grad]
-        chosen = group["fused"] is not None or group["foreach"] is not None
-        if not (chosen or group["differentiable"]) and all(each.is_cuda for each in trained):
-            group["fused"] = True
-            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-        if group["fused"] and "capturable" in group:
-            group["capturable"] = True  # Adam asks for it, though fused steps are counted there
-
-
-@contextmanager
-def unfused_where_new(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Surround a step: fused SGD fails where some parameters have a momentum and some have none."""
-    mixed = []
-    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
-        trained = [each for each in group["params"] if each.grad is not None]
-        known = [optimizer.state[p].get("momentum_buffer") is not None for p in trained]
-        if group["fused"] and group["momentum"] and any(known) and not all(known):
-            mixed.append(group)
-    for group in mixed:
-        group["fused"] = False
-    try:
-        yield
-    finally:
-        for group in mixed:
-            group["fused"] = True
-
-
-def has_hooks(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether somebody wants to be told of an optimizer's steps."""
-    if optimizer is None:
-        return False
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 class Settings:

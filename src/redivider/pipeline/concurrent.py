@@ -29,9 +29,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.mailbox import Mailbox
-from redivider.pipeline.capturable import Settings, has_hooks, look_of
+from redivider.pipeline.capturable import Settings, look_of
 from redivider.pipeline.carried import Carried
 from redivider.pipeline.control import Control
+from redivider.pipeline.fused import has_hooks
 from redivider.pipeline.graphs import Graphs
 from redivider.pipeline.recording import NONE, Recording
 from redivider.pipeline.ring import Ring
@@ -276,7 +277,7 @@ class Concurrent:
         pipe, phase = self._pipe, self._phases[self._next]
         for static, each in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True):
             if isinstance(each, Tensor):
-                static.copy_(each, non_blocking=True)
+                static.copy_(each.detach(), non_blocking=True)
         entering = pipe._first + pipe._entered
         numbers = self._numbers(entering)
         self._control.send(numbers, phase.updates, phase.num_ahead)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redivider.pipeline.fused import rate_dtype
 from redivider.pipeline.lookahead import coefficients, steps_done
 from redivider.pipeline.stage import Stage
-from redivider.pipeline.update import rate_dtype
 
 NUM_AHEAD = 2  # coefficients of a group's prediction, at most
 

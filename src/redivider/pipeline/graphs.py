@@ -1,5 +1,6 @@
 """Work on several lanes, recorded once and replayed: on a GPU, CUDA graphs with a branch a lane."""
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -47,6 +48,7 @@ class CudaGraphs(Graphs):
             )
             for number in range(num_lanes + 1)
         )
+        gc.collect()  # the memory of graphs that are gone
         self._pool = torch.cuda.graph_pool_handle()
 
     def lane(self, index: int) -> AbstractContextManager[Any]:

@@ -23,9 +23,11 @@ from redivider.chain import Chain
 from redivider.compiled import CompiledArithmetic, compile_units
 from redivider.errors import naming
 from redivider.pipeline.around import Around
-from redivider.pipeline.capturable import fuse, reason_against
+from redivider.pipeline.capturable import reason_against
 from redivider.pipeline.concurrent import Concurrent
 from redivider.pipeline.cut import units_of
+from redivider.pipeline.feed import Feed
+from redivider.pipeline.fused import fuse
 from redivider.pipeline.graphs import CudaGraphs
 from redivider.pipeline.lookahead import LOOKAHEADS, verify_lookahead
 from redivider.pipeline.loss import Loss
@@ -152,6 +154,7 @@ class Pipeline:
         """Told of every action when it is done, with the time at which it began."""
         logger.info("%s", self)
         device = next(self._chain.parameters(), torch.empty(0)).device
+        self._feed = Feed(device) if device.type == "cuda" else None
         if capture and device.type == "cuda":
             for stage in self.stages:
                 if stage.optimizer is not None:
@@ -163,9 +166,14 @@ class Pipeline:
                 logger.info("ticks are not captured: %s", against)
 
     def step(self, x: Any, target: Any = None, /, **side: Any) -> Tick:
-        """Feed a micro-batch and run one tick; return the loss of the one that met it."""
+        """Feed a micro-batch and run one tick; return the loss of the one that met it.
+
+        An input and a target on the host go to the model's GPU while the last tick runs there.
+        """
         self._verify_side(side)
         self._verify_running()
+        if self._feed is not None:
+            x, target = self._feed.bring((x, target))
         if self._concurrent is not None:
             with self._stopping():
                 found = self._concurrent.step(x, target, side)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from redivider.errors import naming
-from redivider.pipeline.capturable import unfused_where_new
 from redivider.pipeline.casts import refresh
+from redivider.pipeline.fused import unfused_where_new
 from redivider.pipeline.lookahead import Prediction, predict
 from redivider.pipeline.unit import Flow, Unit
 from redivider.pipeline.update import CompiledUpdate

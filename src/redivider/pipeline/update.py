@@ -14,7 +14,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from redivider.compiled import own_code
-from redivider.pipeline.capturable import has_hooks
+from redivider.pipeline.fused import has_hooks, rate_dtype
 from redivider.pipeline.gradients import widen
 
 Group = dict[str, Any]
@@ -70,11 +70,6 @@ class CompiledUpdate:
         if kind not in self._runs:
             self._runs[kind] = torch.compile(own_code(run), **self._options)
         return self._runs[kind]
-
-
-def rate_dtype(device: torch.device) -> torch.dtype:
-    """Fused kernels on a GPU read a rate as float32, those on the CPU as double."""
-    return torch.float64 if device.type == "cpu" else torch.float32
 
 
 def _plan(optimizer: Optimizer, group: Group) -> Any:
