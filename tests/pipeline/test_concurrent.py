@@ -13,7 +13,7 @@ import redivider as rd
 from pipeline.test_state import equal
 from pipeline.test_trajectory import CUTS, batches, network, rate
 from redivider.pipeline.capturable import reason_against
-from redivider.pipeline.concurrent import Concurrent
+from redivider.pipeline.concurrent import Concurrent, num_phases
 from redivider.pipeline.fused import fuse
 
 OPTIMIZERS = {
@@ -209,6 +209,26 @@ def test_rates_that_would_lose_bits_are_a_reason():
     assert "rates would be torch.float32, weights torch.float64" in reason_against(pipe)
     pipe.stages[1].module.float()
     assert reason_against(pipe) is None
+
+
+def test_large_messages_are_there_fewer_times(monkeypatch):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    memory = type("Properties", (), {"total_memory": 3200})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    assert [num_phases(k, 10, gpu) for k in (1, 2, 3, 8, 12)] == [8, 8, 9, 8, 12]
+    assert [num_phases(k, 20, gpu) for k in (1, 2, 3, 12)] == [5, 4, 3, 12]
+    assert [num_phases(k, 10**6, gpu) for k in (1, 2, 3)] == [2, 2, 3]
+    assert num_phases(1, 10**6, cpu) == 8
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_few_phases(accumulate, monkeypatch):
+    monkeypatch.setattr("redivider.pipeline.concurrent.NUM_PHASES", 1)
+    pipes = [build(CUTS[3], accumulate=accumulate, recorded=r) for r in (True, False)]
+    assert equal(*[run(pipe, 60) for pipe in pipes])
+    assert pipes[0]._concurrent.is_active
+    assert pipes[0]._concurrent._num_phases == max(2, accumulate)
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
 def test_units_that_move_their_buffers_stay_in_lockstep(caplog):

@@ -62,6 +62,11 @@ class Carried:
         for some in by_look.values():  # each in a kernel or a few
             torch._foreach_copy_(*some)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(each.nbytes for each in self._tensors())
+
     def _tensors(self) -> list[Tensor]:
         """In an order that does not change from tick to tick."""
         trees = [

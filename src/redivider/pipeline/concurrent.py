@@ -10,7 +10,7 @@ lockstep tick once:
     phase 2  reads that, writes to its own, and copies it to what lies still
     phase 0  ...
 
-The more phases, the fewer copies.
+The more phases, the fewer copies, and the more memory.
 
 What goes on between ticks lives in graph memory meanwhile, so `leave` brings it back for whatever
 is not a steady tick: a flush, a state, an input of another shape.
@@ -47,7 +47,8 @@ logger = logging.getLogger("redivider")
 
 NUM_STEADY = 2  # ticks of a steady pipeline before it is recorded: libraries warm up
 NUM_UNHEARD = 16  # ticks between two looks at whether a loss was not a number
-NUM_PHASES = 8  # at least; each has memory of its own for messages
+NUM_PHASES = 8  # at least, where memory allows it: each has its own for messages
+PART_FOR_PHASES = 1 / 32  # of a GPU's memory
 
 
 @dataclass
@@ -67,6 +68,19 @@ class Phase:
     carried: Carried
 
 
+def num_phases(accumulate: int, nbytes: int, device: torch.device) -> int:
+    """Ticks to record, where so many bytes go on from each to the next.
+
+    The more they are, the less often those bytes are copied, and the more memory they take. Two at
+    least: a flag that one sets is read by the next.
+    """
+    most = ceil(NUM_PHASES / accumulate)
+    if device.type == "cuda":
+        memory = PART_FOR_PHASES * torch.cuda.get_device_properties(device).total_memory
+        most = min(most, int(memory / (accumulate * nbytes)))
+    return accumulate * max(most, ceil(2 / accumulate))
+
+
 class Concurrent:
     """Runs a pipeline's steady ticks by graphs.
 
@@ -78,7 +92,6 @@ class Concurrent:
     def __init__(self, pipe: Any, make_graphs: Callable[[int], Graphs]) -> None:
         self._pipe = pipe
         self._make_graphs = make_graphs
-        self._num_phases = pipe.accumulate * ceil(NUM_PHASES / pipe.accumulate)
         self._phases: list[Phase] = []
         self._next = 0
         self._looks: Any = None  # of the last inputs
@@ -190,6 +203,7 @@ class Concurrent:
         self._autocast = Autocast(device)
         keeping = [(s, unit) for s, unit in self._units() if unit.keep == "input" and unit.kept]
         self._control = Control(pipe, device, len(keeping))
+        self._num_phases = num_phases(pipe.accumulate, Carried.of(pipe).nbytes, device)
         # Memory of graphs that are gone cannot be given to others.
         self._graphs = self._make_graphs(2 * len(pipe.stages))
         self._recording = Recording(
