@@ -20,7 +20,7 @@ pytest: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 train: $(READY)
-	$(BIN)/python examples/digits.py
+	$(BIN)/redivider train quickstart
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV), a minute or two, once."

@@ -12,12 +12,11 @@ import argparse
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
+from redivider.pipeline.holdings import holdings
 from redivider.pipeline.memory import METHODS
-from redivider.pipeline.stage import Stage
 
 
 def build(options: argparse.Namespace, method: str) -> rd.Pipeline:
@@ -61,43 +60,6 @@ class Mix(nn.Module):
         return self.a(streams[0]), self.b(streams[1])
 
 
-def size(tree: object, known: set[int]) -> int:
-    """Bytes of all storages in a tree that are not known yet."""
-    total = 0
-    for each in tree_leaves(tree):
-        if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in known:
-            known.add(each.untyped_storage().data_ptr())
-            total += each.untyped_storage().nbytes()
-    return total
-
-
-def graph_tensors(output: object) -> list[Tensor]:
-    """What autograd has saved in the graph of an output."""
-    saved, seen = [], set()
-    queue = [each.grad_fn for each in tree_leaves(output)]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for name in dir(node):
-            if name.startswith("_saved_"):
-                value = getattr(node, name)
-                saved += [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-        queue += [after for after, _ in node.next_functions]
-    return saved
-
-
-def held(stage: Stage) -> tuple[int, int]:
-    """Bytes of activations and of copies of the weights that a stage holds."""
-    known: set[int] = set()
-    size([*stage.module.parameters()], known)
-    copies = size([u.weights.stash.copies for u in stage.units if u.weights.stash], known)
-    kept = [each for unit in stage.units for each in unit.kept.values()]
-    graphs = [t for each in kept if each.run for t in graph_tensors(each.run.output)]
-    return size([[each.value for each in kept], graphs], known), copies
-
-
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -115,8 +77,9 @@ def main() -> None:
             pipe.step(torch.randn(options.batch, 64), torch.randint(10, (options.batch,)))
         with FlopCounterMode(display=False) as counter:
             pipe.step(torch.randn(options.batch, 64), torch.randint(10, (options.batch,)))
-        both = [held(stage) for stage in pipe.stages]
-        activations, copies = (sum(column) / 2**20 for column in zip(*both, strict=True))
+        found = holdings(pipe)
+        activations = sum(each.activations for each in found) / 2**20
+        copies = sum(each.weights for each in found) / 2**20
         work = counter.get_total_flops() / 1e6
         print(f"| {method} | {activations:.1f} | {copies:.1f} | {work:.0f} |")
 

@@ -1,5 +1,6 @@
 """What a model costs, counted on the meta device: nothing is allocated, however large it is."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from redivider.coupling import Coupling
 from redivider.footprint import Live
-from redivider.models.catalogue import create_model, resolve
+from redivider.models.catalogue import create_model, list_models, resolve
 
 
 @dataclass(frozen=True)
@@ -80,3 +81,30 @@ class Fused(TorchFunctionMode):
             flash = torch.ops.aten._scaled_dot_product_flash_attention
             return flash(*args, kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False))[0]
         return func(*args, **kwargs)
+
+
+def print_models(patterns: Sequence[str]) -> int:
+    """Print a row for each model that matches a pattern; return the exit status."""
+    names = [name for pattern in patterns for name in list_models(pattern)]
+    unmatched = [pattern for pattern in patterns if not list_models(pattern)]
+    if unmatched:
+        print(f"no model matches {' or '.join(unmatched)}; known are:", file=sys.stderr)
+        print("  " + "\n  ".join(list_models()), file=sys.stderr)
+        return 1
+    print(f"{'':16}{'':>15}{'':>10}   activations of a sample, MiB")
+    print(f"{'model':16}{'parameters':>15}{'GFLOPs':>10}{'stored':>12}{'reversed':>12}")
+    for name in dict.fromkeys(names):
+        row = summarise(name)
+        stored, rebuilt = (
+            f"{row.kept[way] / 2**20:.1f}" if way in row.kept else "-"
+            for way in ("store", "reverse")
+        )
+        print(
+            f"{name:16}{row.parameters:>15,}{row.flops / 1e9:>10.1f}{stored:>12}{rebuilt:>12}",
+            flush=True,
+        )
+    print(
+        "\nFLOPs of a forward, two for a multiplication with addition; activations that autograd"
+        "\nkeeps until the backward, float32, a batch of 8; images of 224 pixels, full contexts."
+    )
+    return 0

@@ -91,6 +91,12 @@ class Probe:
         """What was measured so far, in the order of time; waits for the device."""
         return [Quality(*places, *map(float, values)) for *places, values in self._found]
 
+    def take(self) -> list[Quality]:
+        """What was measured since it was last taken; it is not kept here."""
+        found = self.found
+        self._found = []
+        return found
+
     def enter(self, message: Message) -> None:
         """A micro-batch enters the pipeline."""
         if message.microbatch % self.every == 0:

@@ -26,8 +26,6 @@ class StateError(ValueError):
 
 def write_state(folder: str | Path, state: dict[str, Any]) -> None:
     """Write a state; a folder that exists is replaced when the new one is complete."""
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     if folder.exists() and not (folder / MANIFEST).exists():
         raise StateError(f"{folder} exists and holds no state; choose another folder")
@@ -38,11 +36,22 @@ def write_state(folder: str | Path, state: dict[str, Any]) -> None:
         for name, tensors in files.items():
             path = new / f"{name}.safetensors"
             # Tensors may share memory (a stream travels up and is kept); a file has each once.
-            save_file({key: each.contiguous().clone() for key, each in tensors.items()}, path)
+            write_tensors(path, tensors)
             sums[path.name] = _sha256(path)
         text = json.dumps({"files": sums, "tree": tree}, indent=1)
         digest = hashlib.sha256(text.encode()).hexdigest()
         (new / MANIFEST).write_text(f"{digest}\n{text}")
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file; a full disk is an OSError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({key: each.contiguous().clone() for key, each in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Training: recipes, the loop, what is seen while it runs, and reports."""

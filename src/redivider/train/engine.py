@@ -1,0 +1,244 @@
+"""Engines: what takes micro-batches and trains a model by them, by backprop or by a pipeline."""
+
+import logging
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from redivider.captured import capture
+from redivider.errors import CaptureError
+from redivider.footprint import measure_memory
+from redivider.pipeline.holdings import Holding, holdings
+from redivider.pipeline.lockstep import Pipeline
+from redivider.pipeline.tick import Action, delay
+from redivider.pipeline.timeline import measured_spans
+from redivider.train.optim import make_optimizer
+from redivider.train.recipe import Recipe
+from redivider.train.schedule import Schedule
+from redivider.train.task import Score, Task
+
+logger = logging.getLogger("redivider")
+
+Spans: TypeAlias = dict[Action, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a micro-batch when its loss is: tensors on the device."""
+
+    loss: Tensor
+    correct: Tensor | None
+
+
+class Engine(ABC):
+    """Trains the model of a task, a micro-batch at a time."""
+
+    def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
+        self.recipe, self.task, self.schedule = recipe, task, schedule
+        self.device = task.train.device
+
+    @abstractmethod
+    def step(self, x: Tensor, y: Tensor) -> list[Seen]:
+        """Take a micro-batch; return what became known by it, of this one or of others."""
+
+    @abstractmethod
+    def finish(self) -> list[Seen]:
+        """Take back what is in flight, at the end of training."""
+
+    @abstractmethod
+    def evaluate(self) -> Score:
+        """Score the test data by the weights of now."""
+
+    @abstractmethod
+    def holdings(self) -> list[Holding] | None:
+        """What is held for the backward, by stage; None where that is not known now."""
+
+    @property
+    @abstractmethod
+    def num_updates(self) -> int:
+        """Done so far; of its last stage, for a pipeline."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next steps depend on."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from such a state, to the last bit."""
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.recipe.precision == "bf16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
+
+class BackpropEngine(Engine):
+    """Plain, checkpointed or reversible backprop: a step of `accumulate` micro-batches at a time.
+
+    On a GPU the whole step is captured, if it can be.
+    """
+
+    def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
+        super().__init__(recipe, task, schedule)
+        self._parameters = [*task.body.parameters(), *task.loss.parameters()]
+        fused = self.device.type == "cuda" or None
+        self._optimizer = make_optimizer(recipe, self._parameters, fused=fused)
+        self._pending: list[Tensor] = []
+        self._num_updates = 0
+        self._run: Any = None
+        if recipe.compile:
+            task.body.compile(dynamic=False)
+
+    def step(self, x: Tensor, y: Tensor) -> list[Seen]:
+        self._pending += [x, y]
+        if len(self._pending) < 2 * self.recipe.accumulate:
+            return []
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.recipe.lr * self.schedule(self._num_updates)
+        inputs, self._pending = tuple(self._pending), []
+        if self._run is None:
+            self._run = self._captured(inputs)
+        losses, corrects = self._run(*inputs)
+        self._num_updates += 1
+        known = [None] * len(losses) if corrects is None else corrects
+        return [Seen(loss, right) for loss, right in zip(losses, known, strict=True)]
+
+    def finish(self) -> list[Seen]:
+        return []
+
+    def evaluate(self) -> Score:
+        body = self.task.body.eval()
+        try:
+            with self._autocast():
+                return self.task.evaluate(body)
+        finally:
+            body.train()
+
+    def holdings(self) -> list[Holding] | None:
+        x, _ = self.task.train[0]
+        with self._autocast():
+            return [Holding(0, measure_memory(self.task.body, x).held, 0, 0)]
+
+    @property
+    def num_updates(self) -> int:
+        return self._num_updates
+
+    def state_dict(self) -> dict[str, Any]:
+        assert not self._pending, "a state is taken between updates"
+        state: dict[str, Any] = {
+            "num_updates": self._num_updates,
+            "model": dict(self.task.model.state_dict()),
+            "optimizer": self._optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        if self.device.type == "cuda":
+            state["random_cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.task.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._num_updates = state["num_updates"]
+        torch.set_rng_state(state["random"].cpu())
+        if "random_cuda" in state and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random_cuda"].cpu(), self.device)
+        self._run = None  # a captured step holds the old state
+
+    def _captured(self, inputs: tuple[Tensor, ...]) -> Any:
+        if self.recipe.capture and self.device.type == "cuda":
+            try:
+                return capture(self._update, inputs)
+            except CaptureError as error:
+                logger.info("steps are not captured: %s", error)
+        return self._update
+
+    def _update(self, *inputs: Tensor) -> tuple[list[Tensor], list[Tensor] | None]:
+        losses, corrects = [], []
+        self._optimizer.zero_grad()
+        for x, y in zip(inputs[::2], inputs[1::2], strict=True):
+            with self._autocast():
+                found = self.task.loss(self.task.body(x), y)
+            loss, correct = found if isinstance(found, tuple) else (found, None)
+            (loss / self.recipe.accumulate).backward()
+            losses.append(loss.detach())
+            corrects += [] if correct is None else [correct]
+        if self.recipe.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self.recipe.clip_norm)
+        self._optimizer.step()
+        return losses, corrects or None
+
+
+class PipelineEngine(Engine):
+    """A pipeline in this process: a tick for each micro-batch."""
+
+    def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
+        super().__init__(recipe, task, schedule)
+        self.pipe = Pipeline(
+            task.body,
+            stages=recipe.stages,
+            loss=task.loss,
+            method=recipe.method,
+            accumulate=recipe.accumulate,
+            optimizer=lambda stage: make_optimizer(recipe, stage.parameters()),
+            lr_lambda=schedule,
+            latency=recipe.latency,
+            lookahead=recipe.lookahead,
+            arithmetic=recipe.arithmetic,
+            clip_norm=recipe.clip_norm,
+            seed=recipe.seed,
+            capture=recipe.capture,
+            example=None if recipe.stages == "auto" else task.train[0][0],
+        )
+        if recipe.compile:
+            self.pipe.compile(dynamic=False)
+        self.probe = self.pipe.probe(every=recipe.probe_every) if recipe.probe_every else None
+        self._num_traced = 0
+        self.spans: Spans = {}
+        """When each action of the ticks that were traced began and ended, in seconds."""
+
+    def trace(self, num_ticks: int) -> None:
+        """Measure the next ticks; not on a GPU, where the host only queues the work."""
+        if self.device.type == "cpu":
+            self._num_traced = num_ticks
+
+    def step(self, x: Tensor, y: Tensor) -> list[Seen]:
+        watch: AbstractContextManager[Spans] = nullcontext({})
+        if self._num_traced:
+            self._num_traced -= 1
+            watch = measured_spans(self.pipe)
+        with self._autocast(), watch as spans:
+            tick = self.pipe.step(x, y)
+        self.spans.update(spans)
+        return [] if tick.loss is None else [Seen(tick.loss, tick.aux)]
+
+    def finish(self) -> list[Seen]:
+        ticks = self.pipe.flush(update=True)
+        return [Seen(each.loss, each.aux) for each in ticks if each.loss is not None]
+
+    def evaluate(self) -> Score:
+        with self._autocast():
+            return self.task.evaluate(self.pipe.evaluate)
+
+    def holdings(self) -> list[Holding] | None:
+        full = delay(0, len(self.pipe.stages), self.pipe.latency)
+        return holdings(self.pipe) if self.pipe.num_in_flight >= full else None
+
+    @property
+    def num_updates(self) -> int:
+        return self.pipe.stages[-1].num_updates
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.pipe.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pipe.load_state_dict(state)
+
+
+def make_engine(recipe: Recipe, task: Task, schedule: Schedule) -> Engine:
+    """The engine of a recipe's method."""
+    kind = PipelineEngine if recipe.is_pipeline else BackpropEngine
+    return kind(recipe, task, schedule)

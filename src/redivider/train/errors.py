@@ -1,0 +1,14 @@
+"""What a user can mend, in one line that says how."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class TrainError(ValueError):
+    """Something that was asked for cannot be; the command line shows it without a traceback."""
+
+
+def hint(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The nearest name there is, or what else to do."""
+    close = get_close_matches(name, list(known), 1)
+    return f"did you mean {close[0]!r}?" if close else otherwise

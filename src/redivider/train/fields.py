@@ -1,0 +1,61 @@
+"""Fields of a recipe from the command line: `--epochs 20 --method petra`."""
+
+import re
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import fields, replace
+from io import StringIO
+
+from redivider.train.errors import TrainError, hint
+from redivider.train.recipe import Recipe
+
+
+def override(recipe: Recipe, arguments: Sequence[str]) -> Recipe:
+    """The recipe with the fields that the arguments set; `--help` prints all of them."""
+    try:
+        import tyro
+    except ImportError:
+        raise TrainError('the command line needs tyro; pip install "redivider[train]"') from None
+    known = [each.name.replace("_", "-") for each in fields(Recipe)]
+    for each in arguments:
+        name = _dashed(each)[2:].partition("=")[0]
+        if each.startswith("--") and name.removeprefix("no-").partition(".")[0] not in known:
+            if name == "help":
+                continue
+            otherwise = f"`redivider train {recipe.name} --help` lists all"
+            close = hint(name, known, otherwise)
+            raise TrainError(f"a recipe has no field --{name}; {close.replace(chr(39), '')}")
+    given = [_dashed(each) for each in arguments]
+    # Of a dictionary that is not empty, only the values it has could be set.
+    adds = "--model-options" in given
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            found = tyro.cli(
+                Recipe,
+                default=replace(recipe, model_options={}) if adds else recipe,
+                args=given,
+                prog=f"redivider train {recipe.name}",
+                description="Fields of the recipe, with their values now.",
+            )
+        if adds:
+            return replace(found, model_options={**recipe.model_options, **found.model_options})
+        return found
+    except SystemExit as end:
+        if not end.code:  # help was asked for
+            raise
+        raise TrainError(_in_a_line(said.getvalue()) or "the fields cannot be read") from None
+
+
+def _dashed(word: str) -> str:
+    """A field may be written as in Python."""
+    name = re.match(r"--[^.=]*", word)
+    return word if name is None else name[0].replace("_", "-") + word[name.end() :]
+
+
+def _in_a_line(box: str) -> str:
+    """What a parser has framed, without the frame and the advice below it."""
+    rows = [each.strip("│╭╮╰╯─━ \n") for each in box.splitlines()]
+    words = [each for each in rows if each and set(each) - {"─", "━"}]
+    said = " ".join(" ".join(words[1:]).split())  # the first one is a title
+    return said.partition(" Argument helptext:")[0].partition(" For full helptext")[0]

@@ -1,0 +1,92 @@
+"""What a run leaves to read: a JSON object a line, and the same curves for TensorBoard."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from redivider.train.runs import LOG
+
+CURVES = {
+    "train": ("loss", "accuracy", "lr", "samples_per_second"),
+    "evaluate": ("loss", "accuracy"),
+}
+
+
+class Log:
+    """The log of a run; lines are on disk when `write` returns.
+
+    Args:
+        folder: Of the run.
+        since: Go on after this step: lines of later ones, which a stopped run has left, are gone.
+    """
+
+    def __init__(self, folder: Path, *, since: int) -> None:
+        self._path = folder / LOG
+        self._since = since
+        if self._path.exists():
+            self._keep(lambda row: int(row.get("step", 0)) <= since)
+        self._file = self._path.open("a")
+        self._board: Any = None
+
+    def write(self, kind: str, **row: Any) -> None:
+        """Add a line."""
+        plain = {name: _plain(value) for name, value in row.items()}
+        self._file.write(json.dumps({"kind": kind, **plain}) + "\n")
+        self._file.flush()
+        for name in CURVES.get(kind, ()):
+            if plain.get(name) is not None:
+                self._tensorboard().add_scalar(f"{kind}/{name}", plain[name], row["step"])
+
+    def close(self) -> None:
+        """Close all files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _tensorboard(self) -> Any:
+        if self._board is None:
+            self._board = _make_board(self._path.parent / "tensorboard", self._since + 1)
+        return self._board
+
+    def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Write the file anew with some of its lines."""
+        lines = []
+        for line in self._path.read_text().splitlines():
+            try:
+                if wanted(json.loads(line)):
+                    lines.append(line)
+            except ValueError:
+                break  # half a line, the last one of a killed run
+        new = self._path.with_name(f".{LOG}.new")
+        new.write_text("".join(f"{line}\n" for line in lines))
+        os.replace(new, self._path)
+
+
+class _NoBoard:
+    """Where tensorboard is not installed."""
+
+    def add_scalar(self, *given: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _make_board(folder: Path, purge_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return _NoBoard()
+    # Later points of a run that was stopped are not shown.
+    writer: Any = SummaryWriter
+    return writer(str(folder), purge_step=purge_step, flush_secs=10)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

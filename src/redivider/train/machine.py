@@ -1,0 +1,35 @@
+"""The machine that a run is on."""
+
+import resource
+import sys
+
+import torch
+
+from redivider.train.errors import TrainError
+
+
+def resolve_device(name: str) -> torch.device:
+    """A device that is there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise TrainError(f"there is no device {name!r}; take auto, cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
+        num = torch.cuda.device_count()
+        raise TrainError(f"{name} was asked for, and {num or 'no'} GPU is there; take --device cpu")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """What a person calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at the peak: of the GPU's allocator, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,30 @@
+"""The first thing to run: a small RevNet on digits, by four methods, in about a minute."""
+
+from redivider.train.recipe import Recipe
+
+
+def quickstart() -> Recipe:
+    """Eight stages, a unit each: stem, six blocks, head."""
+    return Recipe(
+        name="quickstart",
+        model="revnet18",
+        model_options={"width": 16},
+        depths=(3, 3),
+        data="digits",
+        method="petra",
+        compare=("store", "checkpoint", "reverse", "petra"),
+        compare_depths=(8, 32, 128),
+        microbatch=8,
+        accumulate=8,
+        epochs=5,
+        optimizer="sgd",
+        lr=0.1,
+        weight_decay=5e-4,
+        warmup=1,
+        schedule="cosine",
+        log_every=64,
+        probe_every=400,
+    )
+
+
+RECIPES = [quickstart]

@@ -1,0 +1,298 @@
+"""A report of training runs: one page without scripts, files or network.
+
+Kinds of rows that a run does not have leave out their plots.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from html import escape
+from math import isfinite
+from pathlib import Path
+from statistics import fmean, median
+
+from redivider.train import plots
+from redivider.train.plots import Series, Span
+from redivider.train.runs import Row, Run, numbers, read_run
+
+_NONE = "\N{EN DASH}"
+_COLUMNS = "run,method,model,data,stages,end,best,seconds,samples / s,activations in MiB".split(",")
+_CURVES = (
+    ("Training loss", "train", "loss", "loss"),
+    ("Accuracy", "evaluate", "accuracy", "accuracy, %"),
+    ("Evaluation loss", "evaluate", "loss", "loss"),
+)
+_QUALITIES = {
+    "cosine": "cosine to end-to-end",
+    "ratio": "ratio of norms",
+    "rebuilt_error": "rebuilt output, relative error",
+}
+_NOTES = {
+    "table": """End and best are of evaluations: accuracy, or loss where there is none. Seconds are
+of training, samples per second a median. Activations are what all stages hold between two ticks, or
+without a pipeline between forward and backward; copies of weights are not among them.""",
+    "memory": """Held between two ticks of a full pipeline; without a pipeline, between forward and
+backward of the whole network, shown as stage 0.""",
+    "quality": """Gradients of a pipeline against those that plain backprop finds by the weights of
+the same time: means, with the range of all samples. A cosine and a ratio of 1 are best.""",
+    "ticks": """Forwards (F, pale) and backwards (B, strong) as measured, each with the number and
+colour of its micro-batch.""",
+}
+_HEAD = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Training report</title>
+<style>
+:root { color-scheme: light dark; --page: #fff; --ink: #1b1d21; --soft: #5c626c; --rule: #d9dce1 }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #16181c; --ink: #e6e7ea; --soft: #a3a9b3; --rule: #363a42 }
+}
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif }
+main { max-width: 96rem; margin: auto; padding: 1rem clamp(.8rem, 3vw, 2.5rem) 3rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem }
+p { color: var(--soft); max-width: 48rem; margin: .4rem 0; font-size: .87rem }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
+th, td { padding: .35rem .8rem; border-bottom: 1px solid var(--rule); text-align: right }
+th:first-child { position: sticky; left: 0; background: var(--page); padding-left: 0 }
+th:first-child, td:nth-child(-n+4), thead th:nth-child(-n+4) { text-align: left }
+thead th { color: var(--soft); font-weight: 500; font-size: .87rem }
+tbody th { min-width: 9rem; max-width: 14rem; white-space: normal; overflow-wrap: anywhere }
+.plots {
+  display: grid; gap: 1.2rem 2rem;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 23rem), 1fr))
+}
+.ticks { grid-template-columns: minmax(0, 1fr) } .ticks svg { min-width: 56rem }
+figure { margin: .6rem 0 0; min-width: 0 } figcaption { font-weight: 600; font-size: .93rem }
+ul { list-style: none; margin: .1rem 0 .3rem; padding: 0 }
+ul { display: flex; flex-wrap: wrap; gap: 0 1.1rem }
+li { font-weight: 400; font-size: .87rem; overflow-wrap: anywhere }
+i { display: inline-block; width: 1.3rem; margin-right: .45rem }
+i { border-top-width: 3px; vertical-align: .25em }
+svg { display: block; width: 100%; height: auto; stroke-linejoin: round }
+svg text { font-family: system-ui, sans-serif !important }
+details { border-bottom: 1px solid var(--rule); padding: .4rem 0 } summary { cursor: pointer }
+dl { columns: 20rem; font-size: .87rem } dl div { display: flex; gap: .6rem; break-inside: avoid }
+dt { color: var(--soft); flex: 0 0 9rem } dd { margin: 0; overflow-wrap: anywhere; min-width: 0 }
+</style></head>
+<body><main>
+<h1>Training report</h1>
+"""
+
+
+def write_report(runs: Sequence[Path], out: Path) -> None:
+    """Write one HTML page about runs, given by their folders.
+
+    Raises:
+        TrainError: A ValueError, as of `read_run`.
+        ImportError: Without matplotlib, where there is something to plot.
+    """
+    page = _Page([read_run(Path(each)) for each in runs]).html()
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    Path(out).write_text(page, encoding="utf-8")
+
+
+class _Page:
+    """The parts of a page; a run has the same name and colour in all of them."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = list(enumerate(runs))
+        self._labels = _tell_apart(runs)
+        self._num_plots = 0
+
+    def html(self) -> str:
+        parts = [self._table(), *self._curves(), self._memory(), self._quality()]
+        parts += [self._rates(), self._ticks(), self._recipes()]
+        return _HEAD + "\n".join(each for each in parts if each) + "\n</main></body></html>\n"
+
+    def _table(self) -> str:
+        if not self._runs:
+            return "<p>There are no runs.</p>"
+        head = "".join(f'<th scope="col">{each}</th>' for each in _COLUMNS)
+        rows = "\n".join(
+            f'<tr><th scope="row">{_swatch(i)}{escape(self._labels[i])}</th>'
+            + "".join(f"<td>{escape(each)}</td>" for each in _cells(run))
+            + "</tr>"
+            for i, run in self._runs
+        )
+        table = f"<table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>"
+        return f'<div class="wide">{table}</div>\n<p>{_NOTES["table"]}</p>'
+
+    def _curves(self) -> Iterator[str]:
+        for title, kind, what, label in _CURVES:
+            by_step = self._series(kind, "step", what)
+            by_time, unit = _in_units(self._series(kind, "seconds", what))
+            yield _section(
+                title,
+                [
+                    self._figure(name, plots.lines(each, x, label, is_loss=what == "loss"), each)
+                    for name, x, each in (("by step", "step", by_step), ("by time", unit, by_time))
+                    if each
+                ],
+            )
+
+    def _series(self, kind: str, x: str, y: str) -> list[Series]:
+        found = []
+        for i, run in self._runs:
+            if kind == "evaluate" and run.metric != y:
+                continue
+            rows: list[Row] = getattr(run, kind)
+            factor = 100.0 if y == "accuracy" else 1.0
+            pairs = zip(numbers(rows, x), numbers(rows, y), strict=True)
+            points = [(a, factor * b) for a, b in pairs if isfinite(a)]
+            if any(isfinite(b) for _, b in points):
+                found.append(Series(i, [a for a, _ in points], [b for _, b in points]))
+        return found
+
+    def _memory(self) -> str:
+        figures = []
+        for what, title in (("activations", "activations"), ("weights", "copies of weights")):
+            held = {i: [each / 2**20 for each in run.held(what)] for i, run in self._runs}
+            series = [
+                Series(i, [*range(len(y))], y)
+                for i, y in held.items()
+                if any(each > 0 for each in y)
+            ]
+            if series:
+                methods = {i: run.recipe.get("method") for i, run in self._runs}
+                notes = {i: f" ({methods[i]}): {_say(sum(y))} MiB" for i, y in held.items()}
+                figures.append(self._figure(title, plots.bars(series, "MiB"), series, notes))
+        return _section("Memory by stage", figures, "memory")
+
+    def _quality(self) -> str:
+        figures = []
+        for what, title in _QUALITIES.items():
+            series = [each for i, run in self._runs if (each := _by_stage(i, run, what)).x]
+            if series:
+                svg = plots.ranges(series, title, is_error=what == "rebuilt_error")
+                figures.append(self._figure(title, svg, series))
+        return _section("Gradient quality by stage", figures, "quality")
+
+    def _rates(self) -> str:
+        series = self._series("train", "step", "lr")
+        svg = plots.lines(series, "step", "learning rate") if series else ""
+        return _section("Learning rate", [self._figure("by step", svg, series)] if series else [])
+
+    def _ticks(self) -> str:
+        figures = []
+        for i, run in self._runs:
+            rows = [each for row in run.timeline[-1:] for each in row.get("spans") or []]
+            spans = [Span(*each) for each in rows if None not in each]
+            if spans:
+                figures.append(self._figure("", plots.ticks(spans), [Series(i, [], [])]))
+        return _section("Ticks", figures, "ticks")
+
+    def _recipes(self) -> str:
+        parts = []
+        for i, run in self._runs:
+            start = {key: each for key, each in (run.start or [{}])[-1].items() if key != "kind"}
+            facts = _facts(run.recipe) + (_facts(start) if start else "")
+            summary = f"<summary>{_swatch(i)}{escape(self._labels[i])}</summary>"
+            parts.append(f"<details>{summary}{facts}</details>")
+        return "<h2>Recipes</h2>\n" + "\n".join(parts) if parts else ""
+
+    def _figure(
+        self, title: str, svg: str, series: Sequence[Series], notes: dict[int, str] | None = None
+    ) -> str:
+        self._num_plots += 1
+        named = [(each.run, self._labels[each.run]) for each in series]
+        legend = "".join(
+            f"<li>{_swatch(i)}{escape(label + (notes or {}).get(i, ''))}</li>" for i, label in named
+        )
+        svg = plots.inline(svg, self._num_plots, title or "ticks")
+        caption = f"<figcaption>{title}<ul>{legend}</ul></figcaption>"
+        return f'<figure>{caption}<div class="wide">{svg}</div></figure>'
+
+
+def _tell_apart(runs: Sequence[Run]) -> list[str]:
+    """Names; with the method, or else the folder, where several runs have the same one."""
+    labels = [run.name for run in runs]
+    for more in ([run.recipe.get("method") for run in runs], [run.folder.name for run in runs]):
+        count = Counter(labels)
+        labels = [
+            f"{label}, {each}" if count[label] > 1 else label
+            for label, each in zip(labels, more, strict=True)
+        ]
+    return labels
+
+
+def _cells(run: Run) -> list[str]:
+    """The row of a run, without its name."""
+    recipe = run.recipe
+    cut = run.start[-1].get("cut") if run.start else recipe.get("stages")
+    evaluations = [*run.evaluate, *run.end[-1:]]
+    # A run that was resumed to go on has an end that is not its last.
+    last = sorted(evaluations, key=lambda row: numbers([row], "seconds"))[-1:]
+    found = [each for each in numbers(evaluations, run.metric) if isfinite(each)]
+    best = max if run.metric == "accuracy" else min
+    times = [each for each in numbers([*run.train, *evaluations], "seconds") if isfinite(each)]
+    speeds = [each for each in numbers(run.train, "samples_per_second") if isfinite(each)]
+    held = run.held("activations")
+    return [
+        *(_text(recipe.get(each)) for each in ("method", "model", "data")),
+        str(len(cut)) if isinstance(cut, list) else _text(cut),
+        _judge(run.metric, numbers(last, run.metric)[0]) if last else _NONE,
+        _judge(run.metric, best(found)) if found else _NONE,
+        _say(max(times)) if times else _NONE,
+        _say(median(speeds)) if speeds else _NONE,
+        _say(sum(held) / 2**20) if held else _NONE,
+    ]
+
+
+def _judge(metric: str, value: float) -> str:
+    if not isfinite(value):
+        return _NONE
+    return f"{100 * value:.2f} %" if metric == "accuracy" else f"loss {_say(value)}"
+
+
+def _say(value: float) -> str:
+    """An amount in four digits."""
+    if not isfinite(value):
+        return _NONE
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return _NONE
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _in_units(series: list[Series]) -> tuple[list[Series], str]:
+    """Seconds in the unit that suits the longest run."""
+    longest = max((x for each in series for x in each.x), default=0.0)
+    unit, length = "seconds", 1
+    if longest > 300:
+        unit, length = ("hours", 3600) if longest > 3 * 3600 else ("minutes", 60)
+    return [Series(each.run, [x / length for x in each.x], each.y) for each in series], unit
+
+
+def _by_stage(i: int, run: Run, what: str) -> Series:
+    """Mean, least and most of all samples; stages without any are left out."""
+    values: dict[float, list[float]] = {}
+    for stage, value in zip(numbers(run.quality, "stage"), numbers(run.quality, what), strict=True):
+        if isfinite(stage) and isfinite(value):
+            values.setdefault(stage, []).append(value)
+    rows = [values[stage] for stage in sorted(values)]
+    return Series(i, sorted(values), [*map(fmean, rows)], [*map(min, rows)], [*map(max, rows)])
+
+
+def _section(title: str, figures: Sequence[str], note: str = "") -> str:
+    if not figures:
+        return ""
+    words = f"<p>{_NOTES[note]}</p>\n" if note else ""
+    body = "\n".join(figures)
+    return f'<h2>{title}</h2>\n{words}<div class="plots {note}">{body}</div>'
+
+
+def _swatch(run: int) -> str:
+    colour, dash = plots.look(run)
+    return f'<i style="border-top-style:{dash};border-top-color:{colour}"></i>'
+
+
+def _facts(fields: Row) -> str:
+    rows = "\n".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(_text(value))}</dd></div>"
+        for name, value in fields.items()
+    )
+    return f"<dl>{rows}</dl>"

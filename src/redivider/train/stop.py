@@ -1,0 +1,40 @@
+"""Ctrl-C that waits for the end of a step."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+
+@dataclass
+class Stop:
+    """Whether somebody has asked to stop."""
+
+    signal: int | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether it is time to save and leave."""
+        return self.signal is not None
+
+
+@contextmanager
+def stopping() -> Iterator[Stop]:
+    """Take note of SIGINT and SIGTERM; a second one interrupts at once."""
+    stop = Stop()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if stop.is_asked:
+            raise KeyboardInterrupt
+        stop.signal = number
+
+    try:
+        before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # only the main thread may
+        before = {}
+    try:
+        yield stop
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,40 @@
+"""The public names: all there, and nothing is imported before it is asked for."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import redivider as rd
+
+
+def test_what_a_checker_sees_is_what_there_is():
+    tree = ast.parse(Path(rd.__file__).read_text())
+    seen = {
+        alias.asname: node.module.removeprefix("redivider.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("redivider.")
+        for alias in node.names
+    }
+    assert seen == rd._HOMES
+
+
+def test_every_name_is_there():
+    for name in rd.__all__:
+        assert getattr(rd, name).__name__ == name
+        assert name in dir(rd)
+    with pytest.raises(AttributeError, match="no attribute 'Chian'"):
+        rd.Chian  # noqa: B018
+
+
+def test_no_name_is_that_of_a_module():
+    """Importing a module would put it in the name's place."""
+    files = {path.stem for path in Path(rd.__file__).parent.iterdir()}
+    assert not files & set(rd.__all__)
+
+
+def test_torch_is_not_imported_until_it_is_needed():
+    code = "import sys, redivider; assert 'torch' not in sys.modules; redivider.Chain"
+    subprocess.run([sys.executable, "-c", code], check=True)

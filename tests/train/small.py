@@ -1,0 +1,58 @@
+"""Recipes that take a second, and commands as a user gives them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from redivider.train.recipe import Recipe
+
+
+def recipe(**options) -> Recipe:
+    """A RevNet of four units on digits."""
+    return Recipe(
+        **{
+            "name": "small",
+            "model": "revnet18",
+            "model_options": {"width": 4},
+            "depths": (1, 1),
+            "data": "digits",
+            "microbatch": 16,
+            "accumulate": 2,
+            "epochs": 0.5,
+            "lr": 0.05,
+            "weight_decay": 1e-3,
+            "warmup": 0.1,
+            "schedule": "cosine",
+            "log_every": 10,
+            "evaluate_every": 0.25,
+            **options,
+        }
+    )
+
+
+def rows(folder: Path, kind: str = "train") -> list[dict]:
+    """The lines of a log, without what the clock and the machine say."""
+    found = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    left_out = ("seconds", "samples_per_second", "memory")
+    return [
+        {name: value for name, value in row.items() if name not in left_out}
+        for row in found
+        if row["kind"] == kind
+    ]
+
+
+def command(*arguments: object, **options) -> subprocess.Popen:
+    """Start `redivider` with these arguments."""
+    words = [sys.executable, "-m", "redivider", *map(str, arguments)]
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},  # same numbers
+        **options,
+    )

@@ -1,0 +1,215 @@
+"""The loop: its numbers are those of a loop written by hand; runs go on where they stopped."""
+
+import json
+import math
+import os
+import signal
+from typing import get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import redivider as rd
+from redivider.data import load
+from redivider.train.errors import TrainError
+from redivider.train.loop import Stopped, train
+from redivider.train.progress import Progress
+from redivider.train.recipe import Method
+from redivider.train.runs import read_run
+from train.small import recipe, rows
+
+
+def by_hand(made, num_updates, total):
+    """Plain torch: a model, an optimizer, a loop."""
+    model = rd.create_model(
+        "revnet18",
+        backward="store",
+        depths=(1, 1),
+        width=4,
+        num_classes=10,
+        image_size=8,
+        in_channels=1,
+    )
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.SGD(
+        [{"params": decayed, "weight_decay": 1e-3}, {"params": others, "weight_decay": 0}],
+        lr=0.05,
+        momentum=0.9,
+        nesterov=True,
+    )
+    batches = load("digits", train=True).batches(16, train=True, seed=0)
+    warm = 0.1 * len(batches) / 2
+    losses, correct = [], []
+    for update in range(num_updates):
+        factor = (update + 1) / warm
+        if update + 1 >= warm:
+            factor = 0.5 * (1 + math.cos(math.pi * max(0, update - warm) / (num_updates - warm)))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * factor
+        optimizer.zero_grad()
+        for x, y in (batches[2 * update], batches[2 * update + 1]):
+            scores = model(x)
+            loss = F.cross_entropy(scores, y)
+            (loss / 2).backward()
+            losses.append(loss.item())
+            correct.append((scores.argmax(1) == y).sum().item())
+        optimizer.step()
+    return model, losses, correct
+
+
+def test_the_loop_is_the_one_by_hand(tmp_path):
+    made = recipe(method="store")
+    result = train(made, tmp_path / "run")
+    total, num_updates = 46, 23  # half of 89 micro-batches, in whole updates
+    model, losses, correct = by_hand(made, num_updates, total)
+    trained = load_file(tmp_path / "run" / "model.safetensors")
+    assert trained.keys() == model.state_dict().keys()
+    assert all(torch.equal(trained[name], each) for name, each in model.state_dict().items())
+    lines = rows(tmp_path / "run")
+    assert [line["step"] for line in lines] == [10, 20, 30, 40, 46]
+    for line, start in zip(lines, (0, 10, 20, 30, 40), strict=True):
+        here = slice(start, line["step"])
+        assert line["loss"] == pytest.approx(sum(losses[here]) / len(losses[here]), rel=1e-6)
+        assert line["accuracy"] == pytest.approx(sum(correct[here]) / 16 / len(correct[here]))
+    model.eval()
+    test = load("digits", train=False).batches(360, train=False)
+    (x, y) = test[0]
+    with torch.no_grad():
+        scores = model(x)
+    assert result.score.accuracy == pytest.approx((scores.argmax(1) == y).double().mean().item())
+    assert result.score.loss == pytest.approx(F.cross_entropy(scores, y).item(), rel=1e-6)
+    assert [row["step"] for row in rows(tmp_path / "run", "evaluate")] == [24, 46]
+
+
+def test_a_pipeline_is_the_one_by_hand(tmp_path):
+    made = recipe(method="petra", schedule="constant", warmup=0)
+    train(made, tmp_path / "run")
+    model = rd.create_model(
+        "revnet18", depths=(1, 1), width=4, num_classes=10, image_size=8, in_channels=1
+    )
+
+    def optimizer(stage):
+        decayed = [p for p in stage.parameters() if p.dim() > 1]
+        others = [p for p in stage.parameters() if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 1e-3}, {"params": others}]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+
+    pipe = rd.Pipeline(
+        model, stages="auto", loss=F.cross_entropy, optimizer=optimizer, accumulate=2, seed=0
+    )
+    batches = load("digits", train=True).batches(16, train=True, seed=0)
+    losses = [pipe.step(*batches[step]).loss for step in range(46)]
+    losses += [tick.loss for tick in pipe.flush(update=True)]
+    losses = [each.item() for each in losses if each is not None]
+    trained = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(trained[name], each) for name, each in model.state_dict().items())
+    lines = rows(tmp_path / "run")
+    ends = [step - 3 for step in (10, 20, 30, 40)] + [46]  # four stages: three on their way
+    for line, start, end in zip(lines, [0, *ends], ends, strict=False):
+        assert line["loss"] == pytest.approx(sum(losses[start:end]) / (end - start), rel=1e-6)
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+def test_every_method_goes_through(method, tmp_path):
+    made = recipe(method=method, epochs=0.4, probe_every=20 if method == "petra" else 0)
+    result = train(made, tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    assert result.score.loss < 2.4
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["method"] == method
+    assert len(run.memory) == 1 and sum(run.held("activations")) > 0
+    assert bool(run.quality) == (method == "petra")
+    if made.is_pipeline:
+        assert len(run.held("activations")) == 4
+        ticks = {(kind, stage) for kind, stage, *_ in run.timeline[0]["spans"]}
+        assert ticks == {(kind, stage) for kind in "FB" for stage in range(4)}
+
+
+def test_text_and_its_head(tmp_path):
+    (tmp_path / "input.txt").write_text("to be or not to be, that is the question. " * 200)
+    for method in ("store", "petra"):
+        made = recipe(
+            model="rev_gpt_nano",
+            model_options={"width": 16, "heads": 2, "depth": 1},
+            depths=(),
+            data="text",
+            data_folder=str(tmp_path),
+            context=16,
+            method=method,
+            optimizer="adamw",
+            lr=1e-2,
+            clip_norm=1.0,
+            epochs=4,
+        )
+        result = train(made, tmp_path / method)
+        assert result.score.accuracy is None
+        assert result.score.loss < 3.3 < math.log(256)
+        assert "head.weight" in load_file(tmp_path / method / "model.safetensors")
+
+
+def stop_after(monkeypatch, num):
+    """Send SIGINT after so many micro-batches, once, as Ctrl-C does."""
+    advance, count = Progress.advance, iter(range(1, 10**6))
+
+    def advanced(self):
+        advance(self)
+        if next(count) == num:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Progress, "advance", advanced)
+
+
+@pytest.mark.parametrize("method", ["store", "reverse", "petra", "delayed"])
+@pytest.mark.parametrize("at", [3, 10, 31])
+def test_a_run_that_was_stopped_goes_on_to_the_last_bit(method, at, tmp_path, monkeypatch):
+    made = recipe(method=method, save_minutes=1e9)
+    train(made, tmp_path / "whole")
+    stop_after(monkeypatch, at)
+    with pytest.raises(Stopped, match="saved"):
+        train(made, tmp_path / "parts")
+    torch.manual_seed(99)
+    train(made, tmp_path / "parts", resume=True)
+    for kind in ("train", "evaluate", "end"):
+        assert rows(tmp_path / "parts", kind) == rows(tmp_path / "whole", kind)
+    ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("parts", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    # And one that has ended ends again, with nothing done.
+    before = (tmp_path / "parts" / "log.jsonl").read_text()
+    again = train(made, tmp_path / "parts", resume=True)
+    assert again.score.loss == rows(tmp_path / "parts", "end")[0]["loss"]
+    assert (tmp_path / "parts" / "log.jsonl").read_text() == before
+
+
+def test_dropout_goes_on_too(tmp_path, monkeypatch):
+    options = {"width": 16, "heads": 2, "depth": 1, "dropout": 0.5, "patch_size": 4}
+    for method in ("reverse", "petra"):
+        made = recipe(model="rev_vit_tiny", model_options=options, depths=(), method=method)
+        train(made, tmp_path / f"{method}-whole")
+        stop_after(monkeypatch, 21)
+        with pytest.raises(Stopped):
+            train(made, tmp_path / method)
+        train(made, tmp_path / method, resume=True)
+        assert rows(tmp_path / method) == rows(tmp_path / f"{method}-whole")
+
+
+def test_tensorboard_has_the_curves(tmp_path):
+    train(recipe(method="store"), tmp_path / "run")
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    for kind in ("train", "evaluate"):
+        found = [(each.step, each.value) for each in board.Scalars(f"{kind}/loss")]
+        wanted = [(row["step"], row["loss"]) for row in rows(tmp_path / "run", kind)]
+        assert [step for step, _ in found] == [step for step, _ in wanted]
+        assert [v for _, v in found] == pytest.approx([v for _, v in wanted], rel=1e-6)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path):
+    for method in ("store", "petra"):
+        made = recipe(method=method, lr=1e12, schedule="constant", warmup=0, save_minutes=0)
+        with pytest.raises(TrainError, match="a lower lr") as error:
+            train(made, tmp_path / method)
+        assert "\n" not in str(error.value)
+        for path in (tmp_path / method / "checkpoints").glob("*/*.safetensors"):
+            assert all(each.isfinite().all() for each in load_file(path).values())

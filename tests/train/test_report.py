@@ -1,0 +1,323 @@
+"""A report says what the files say, is one sound page, and tells damaged files from young runs."""
+
+import json
+import math
+import re
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+
+import pytest
+
+from redivider.pipeline.tick import actions
+from redivider.train import plots
+from redivider.train.report import read_run, write_report
+
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced while it collects what is there."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.values = [], Counter(), [], []
+        self.cells, self.text = [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.values += [(name, value) for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if {"td", "th"} & set(self.open):
+            self.cells[-1][-1] += data
+        if "style" not in self.open:
+            self.text.append(data)
+
+
+def rows_of(scale, stages, *, has_accuracy=True):
+    """A log with every kind, whose numbers differ by run."""
+    yield dict(kind="start", version="0.1", torch="2.13.0", device="cpu", num_parameters=123)
+    for step in range(1, 6):
+        yield dict(
+            kind="train",
+            step=100 * step,
+            loss=scale / step,
+            lr=0.1 / step,
+            accuracy=None,
+            samples_per_second=scale * 100.0 + step,
+            seconds=scale * step,
+        )
+        accuracy = (0.5 + step / 100 + scale / 1000) if has_accuracy else None
+        yield dict(
+            kind="evaluate",
+            step=100 * step,
+            loss=scale * (6 - step),
+            accuracy=accuracy,
+            seconds=scale * step,
+        )
+    held = [dict(stage=j, activations=scale * (j + 1) * 2**20, weights=0) for j in range(stages)]
+    yield dict(kind="memory", stages=held)
+    for step in (200, 400):
+        for j in range(stages):
+            quality = dict(cosine=1 - step / 1e4 - j / 1e3, ratio=1.1, rebuilt_error=j * 1e-6)
+            yield dict(kind="quality", step=step, stage=j, **quality)
+    yield dict(kind="timeline", spans=spans_of(stages, ticks=range(20, 24)))
+    yield dict(
+        kind="end",
+        seconds=scale * 5 + 0.5,
+        loss=scale * 1.5,
+        accuracy=0.5 + scale / 1000 if has_accuracy else None,
+    )
+
+
+def spans_of(stages, ticks):
+    """One action after the other, as a pipeline in one process does them."""
+    found = [each for t in ticks for each in actions(t, stages)]
+    return [[*each, 0.001 * i, 0.001 * (i + 0.9)] for i, each in enumerate(found)]
+
+
+def write_run(folder, rows, **recipe):
+    folder.mkdir()
+    given = dict(name=folder.name, model="revnet18", data="digits", method="petra", stages=3)
+    (folder / "recipe.json").write_text(json.dumps(given | recipe))
+    (folder / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return folder
+
+
+def report(tmp_path, *runs):
+    out = tmp_path / "made" / "report.html"
+    write_report(runs, out)
+    text = out.read_text(encoding="utf-8")
+    page = Page(text)
+    assert "http" not in text and "<script" not in text and "@import" not in text
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert len(page.ids) == len(set(page.ids))
+    refs = re.findall(r"url\(([^)]*)\)", text) + [v for n, v in page.values if "href" in n]
+    assert all(each.startswith("#") and each[1:] in page.ids for each in refs)
+    assert page.tags["figure"] == page.tags["svg"]
+    return page
+
+
+@pytest.mark.parametrize("num_runs", [1, 3])
+def test_all_plots_and_the_table(num_runs, tmp_path):
+    folders = [
+        write_run(tmp_path / f"run{i}", rows_of(i + 2, 3), lr=0.25 * (i + 1), odd={"a": [i]})
+        for i in range(num_runs)
+    ]
+    page = report(tmp_path, *folders)
+    # Loss and accuracy by step and time, memory, three qualities, the rate; a timeline each.
+    assert page.tags["svg"] == 9 + num_runs
+    assert page.tags["details"] == num_runs and len(page.cells) == num_runs + 1
+    for i, cells in enumerate(page.cells[1:]):
+        scale = i + 2
+        assert cells == [
+            f"run{i}",
+            *("petra", "revnet18", "digits", "\N{EN DASH}"),
+            f"{50 + scale / 10:.2f} %",
+            f"{55 + scale / 10:.2f} %",
+            f"{scale * 5 + 0.5:g}",
+            f"{scale * 100 + 3}",
+            f"{scale * 6}",
+        ]
+        assert f"{0.25 * (i + 1)}" in page.text and json.dumps({"a": [i]}) in page.text
+
+
+def test_loss_where_there_is_no_accuracy(tmp_path):
+    text = write_run(tmp_path / "text", rows_of(3, 2, has_accuracy=False))
+    page = report(tmp_path, text)
+    assert "Evaluation loss" in page.text and "Accuracy" not in page.text
+    assert page.cells[1][5:7] == ["loss 4.5", "loss 3"]
+    page = report(tmp_path, text, write_run(tmp_path / "images", rows_of(4, 2)))
+    assert "Evaluation loss" in page.text and "Accuracy" in page.text
+    assert page.tags["svg"] == 11 + 2
+
+
+def test_what_files_say_is_escaped(tmp_path):
+    nasty = "<b>&\"x'</b><script>"
+    start = dict(kind="start", device=nasty, cut=[1, 2, 1])
+    rows = [start, *rows_of(2, 3)][:4]
+    folder = write_run(tmp_path / "run", rows, name=nasty, method=nasty, **{nasty: nasty})
+    out = tmp_path / "report.html"
+    write_report([folder], out)
+    page = Page(out.read_text(encoding="utf-8"))
+    assert page.tags["b"] == 0 and page.tags["script"] == 0
+    assert page.cells[1][:2] == [nasty, nasty] and page.text.count(nasty) >= 4
+
+
+def test_names_that_are_the_same_are_told_apart(tmp_path):
+    folders = [
+        write_run(tmp_path / folder, [], name="same", method=method)
+        for folder, method in (("a", "petra"), ("b", "store"), ("c", "store"))
+    ]
+    page = report(tmp_path, *folders)
+    assert [cells[0] for cells in page.cells[1:]] == [
+        "same, petra",
+        "same, store, b",
+        "same, store, c",
+    ]
+
+
+def test_colours_are_those_of_the_run_everywhere(tmp_path):
+    """Also where an earlier run has nothing to show."""
+    empty = write_run(tmp_path / "empty", [])
+    page = report(tmp_path, empty, write_run(tmp_path / "full", rows_of(2, 3)))
+    swatches = [value for name, value in page.values if name == "style" and "border-top" in value]
+    first, second = (plots.look(i)[0] for i in range(2))
+    assert [second in each for each in swatches].count(True) == 10 + 2
+    assert [first in each for each in swatches].count(True) == 2
+    lines = [
+        value for name, value in page.values if name == "style" and "stroke: " in (value or "")
+    ]
+    assert any(second in each for each in lines) and not any(first in each for each in lines)
+    assert len({plots.look(i) for i in range(24)}) == 24
+
+
+@pytest.mark.parametrize("num_runs", [0, 1, 2])
+def test_runs_just_begun(num_runs, tmp_path):
+    folders = [write_run(tmp_path / f"run{i}", []) for i in range(num_runs)]
+    page = report(tmp_path, *folders)
+    assert page.tags["svg"] == 0 and page.tags["details"] == num_runs
+    assert ("There are no runs." in page.text) == (num_runs == 0)
+    for cells in page.cells[1:]:
+        assert cells[4:] == ["3", *["\N{EN DASH}"] * 5]
+
+
+def test_nulls_and_unknown_kinds(tmp_path):
+    rows = list(rows_of(2, 3))
+    for row in rows:
+        for name in set(row) - {"kind", "step", "stage", "stages", "spans"}:
+            row[name] = None
+        for stage in row.get("stages", []):
+            stage["activations"] = stage["weights"] = None
+    rows += [
+        {"kind": "weather", "loss": 1},
+        {},
+        {"kind": "timeline", "spans": [["F", 0, 1, 0, None]]},
+    ]
+    page = report(tmp_path, write_run(tmp_path / "run", rows))
+    assert page.cells[1][4:] == ["\N{EN DASH}"] * 6
+    assert page.tags["svg"] == 0
+    some = [dict(kind="train", step=i, loss=None if i % 3 else 1.0 + i) for i in range(9)]
+    some += [dict(kind="train", step=None, loss=1.0), dict(kind="train", loss=math.inf, step=10)]
+    assert report(tmp_path, write_run(tmp_path / "some", some)).tags["svg"] == 1
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 60])
+def test_any_number_of_stages(num_stages, tmp_path):
+    start = dict(kind="start", cut=[1] * num_stages)
+    runs = [
+        write_run(tmp_path / "a", [*rows_of(2, num_stages), start], stages="auto"),
+        write_run(tmp_path / "b", rows_of(3, 1), method="store"),
+    ]
+    page = report(tmp_path, *runs)
+    assert page.tags["svg"] == 9 + 2
+    assert page.cells[1][4] == str(num_stages)
+    total = 2 * num_stages * (num_stages + 1) / 2
+    assert page.cells[1][-1] == (f"{total:,.0f}" if total >= 1000 else f"{total:g}")
+
+
+def test_copies_of_weights_have_a_plot_of_their_own(tmp_path):
+    stages = [dict(stage=j, activations=2**20, weights=j * 2**21) for j in range(3)]
+    page = report(tmp_path, write_run(tmp_path / "run", [dict(kind="memory", stages=stages)]))
+    assert page.tags["svg"] == 2
+    assert any("run (petra): 3 MiB" in each for each in page.text)
+    assert any("run (petra): 6 MiB" in each for each in page.text)
+
+
+def test_a_run_that_went_on_after_its_end(tmp_path):
+    rows = list(rows_of(2, 3))
+    rows.append(dict(kind="evaluate", step=900, seconds=99.0, loss=1.0, accuracy=0.875))
+    page = report(tmp_path, write_run(tmp_path / "run", rows))
+    assert page.cells[1][5:8] == ["87.50 %", "87.50 %", "99"]
+
+
+@pytest.mark.parametrize("tail", ['{"kind": "tra', '{"kind": "train", "note": "\u00e9'])
+def test_half_a_line_at_the_end(tail, tmp_path):
+    folder = write_run(tmp_path / "run", rows_of(2, 3))
+    whole = read_run(folder)
+    with (folder / "log.jsonl").open("ab") as file:
+        file.write(tail.encode()[:-1])
+    assert read_run(folder) == whole
+    assert len(whole.train) == 5 and whole.train[4]["loss"] == 0.4 and whole.recipe["stages"] == 3
+
+
+@pytest.mark.parametrize("broken", ['{"kind": "tra', "[1]", "7", ""])
+def test_a_broken_line_elsewhere(broken, tmp_path):
+    folder = write_run(tmp_path / "run", rows_of(2, 3))
+    log = folder / "log.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([*lines[:2], broken, *lines[2:]]))
+    with pytest.raises(ValueError, match=r"log\.jsonl: line 3 .*mend or delete") as caught:
+        write_report([folder], tmp_path / "report.html")
+    assert str(log) in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "log.jsonl"])
+def test_a_missing_file(name, tmp_path):
+    folder = write_run(tmp_path / "run", [])
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match="give the folder of a run") as caught:
+        read_run(folder)
+    assert str(folder / name) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_a_broken_recipe(text, tmp_path):
+    folder = write_run(tmp_path / "run", [])
+    (folder / "recipe.json").write_text(text)
+    with pytest.raises(ValueError, match=r"recipe\.json is no JSON object; restore it"):
+        read_run(folder)
+
+
+def test_the_first_ticks():
+    spans = [plots.Span(*each) for each in spans_of(3, ticks=range(30))]
+    for most in (1, 5, 12):
+        wanted = sum(len(actions(t, 3)) for t in range(most))
+        assert plots.first_ticks(spans, most) == spans[:wanted]
+    assert plots.first_ticks(spans[:4], 12) == spans[:4]
+
+
+def test_ticks_have_a_box_and_a_number_each():
+    spans = [plots.Span(*each) for each in spans_of(2, ticks=range(7, 10))]
+    found = re.findall(r">([FB]\d+)<", plots.ticks(spans))
+    assert sorted(found) == sorted(f"{each.kind}{each.microbatch}" for each in spans)
+
+
+def test_long_lines_are_averaged():
+    x, y = plots.thin([*range(1000)], [math.nan if i % 2 else float(i) for i in range(1000)])
+    assert len(x) == len(y) == plots.WIDEST and x == sorted(x)
+    assert y[0] == 0.0 and sum(map(math.isfinite, y)) > 300
+    assert plots.thin([1, 2], [3.0, math.nan])[0] == [1, 2]
+
+
+def test_the_same_files_give_the_same_page(tmp_path):
+    folder = write_run(tmp_path / "run", rows_of(2, 3))
+    for name in ("a", "b"):
+        write_report([folder], tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_without_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folder = write_run(tmp_path / "run", rows_of(2, 3))
+    assert read_run(folder).name == "run"
+    with pytest.raises(ImportError, match=r'pip install "redivider\[train\]"'):
+        write_report([folder], tmp_path / "report.html")
