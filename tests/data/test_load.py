@@ -56,7 +56,7 @@ def test_folders(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "module", "package"),
     [
-        ("digits", "sklearn.datasets", "scikit-learn"),
+        ("digits", "sklearn", "scikit-learn"),
         ("text", "tokenizers", "tokenizers"),
         ("cifar10", "tqdm", "tqdm"),
     ],

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import MLP, Attention, Buffered
+from networks import MLP, Attention, Buffered, ConvNorm
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import redivider as rd
 from pipeline.reference import METHODS
@@ -127,6 +128,62 @@ def test_with_every_option(options, optimizer, tmp_path):
     other.load(tmp_path / "state")
     assert equal(feed(other, 9, 20), feed(pipe, 9, 20))
     assert equal(other.state_dict(), pipe.state_dict())
+
+
+def images(number):
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(2, 7, 9, 6, generator=generator).permute(0, 3, 1, 2)  # channels last
+    return x[:, ::2], torch.randint(3, (2,), generator=generator)  # and with gaps
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("method", ["petra", "dsp", "delayed"])
+def test_tensors_come_back_as_they_lay(method, channels_last, tmp_path):
+    """Halves of tensors, images with channels last, views that the caller feeds."""
+
+    def build_images():
+        torch.manual_seed(0)
+        couplings = [rd.Coupling(ConvNorm(4)) for _ in range(3)]
+        ends = [rd.Fuse(dim=1), nn.Flatten(), nn.Linear(8 * 5 * 7, 3)]
+        model = rd.Chain([nn.Conv2d(3, 8, 3), rd.Split(dim=1), *couplings, *ends])
+        if channels_last:
+            model.to(memory_format=torch.channels_last)
+        optimizer, stages = OPTIMIZERS["sgd"], [2, 1, 1, 1, 1, 2]
+        return rd.Pipeline(
+            model, stages=stages, loss=F.cross_entropy, optimizer=optimizer, method=method
+        )
+
+    def strides(pipe):
+        inboxes = [*pipe._up, *pipe._down]
+        trees = [(each.flow.value, each.grads) for inbox in inboxes for each in inbox.values()]
+        kept = [each.value for unit in pipe._units.values() for each in unit.kept.values()]
+        grads = [each.grad for each in pipe._chain.parameters()]
+        trained = [stage.optimizer for stage in pipe.stages if stage.optimizer is not None]
+        moments = [each for optimizer in trained for each in optimizer.state.values()]
+        leaves = tree_leaves((trees, kept, grads, moments))
+        return [each.stride() for each in leaves if isinstance(each, torch.Tensor)]
+
+    pipe, other = build_images(), build_images()
+    for n in range(13):
+        pipe.step(*images(n))
+    for inbox in (*pipe._up, *pipe._down):
+        for each in inbox.values():
+            assert all(
+                is_dense(t) for t in tree_leaves((each.flow.value, each.grads)) if t is not None
+            )
+    pipe.save(tmp_path / "state")
+    other.load(tmp_path / "state")
+    assert strides(other) == strides(pipe)
+    for n in range(13, 40):
+        ticks = [each.step(*images(n)) for each in (pipe, other)]
+        assert torch.equal(ticks[0].loss, ticks[1].loss)
+    assert equal(pipe.state_dict(), other.state_dict())
+
+
+def is_dense(tensor):
+    """Whether its elements fill a piece of memory."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() == 1 + sum((n - 1) * s for n, s in pairs)
 
 
 def test_the_weights_alone_are_the_models_own_state_dict():

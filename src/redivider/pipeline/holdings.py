@@ -23,7 +23,11 @@ class Holding:
 
 
 def holdings(pipe: Any) -> list[Holding]:
-    """Count what each stage of a pipeline holds, tick by tick; not while its ticks are captured."""
+    """Count what each stage of a pipeline holds.
+
+    A captured tick holds as much in its graphs, and more: it is brought back from there first.
+    """
+    pipe._leave_graphs()
     return [_held(stage, pipe._up[i], pipe._down[i]) for i, stage in enumerate(pipe.stages)]
 
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from redivider.errors import naming
 from redivider.pipeline.casts import refresh
+from redivider.pipeline.dense import dense
 from redivider.pipeline.fused import unfused_where_new
 from redivider.pipeline.lookahead import Prediction, predict
 from redivider.pipeline.unit import Flow, Unit
@@ -30,6 +31,10 @@ class Message:
     side: dict[str, Any] = field(default_factory=dict)
     target: Any = None
     grads: list[Tensor | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.flow = Flow(dense(self.flow.value), self.flow.dtype)
+        self.grads = [each if each is None else dense(each) for each in self.grads]
 
     def cloned(self, microbatch: int) -> "Message":
         """The same in memory of its own, as of another micro-batch."""

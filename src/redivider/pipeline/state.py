@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redivider.pipeline.dense import order_of
+
 MANIFEST = "manifest.json"
 
 
@@ -86,8 +88,10 @@ def _encode(value: Any, file: str, files: dict[str, dict[str, Tensor]]) -> Any:
         case Tensor():
             tensors = files.setdefault(file, {})
             key = str(len(tensors))
-            tensors[key] = value.detach()
-            return ["tensor", file, key]
+            # A file has no strides: it has the dimensions in the order in which they lie.
+            order = order_of(value)
+            tensors[key] = value.detach().permute(order)
+            return ["tensor", file, key, *order]
         case torch.dtype():
             return ["dtype", str(value).removeprefix("torch.")]
         case tuple() | list():
@@ -118,7 +122,9 @@ def _decode(value: Any, files: dict[str, dict[str, Tensor]]) -> Any:
     word, *rest = value
     match word:
         case "tensor":
-            return files[rest[0]][rest[1]]
+            file, key, *order = rest
+            tensor = files[file][key]
+            return tensor.permute([order.index(each) for each in range(len(order))])
         case "dtype":
             return getattr(torch, rest[0])
         case "tuple":

@@ -20,6 +20,7 @@ from redivider.chain import taken
 from redivider.compiled import run_apart
 from redivider.coupling import Coupling, Recovered, recover, verify_residual
 from redivider.errors import UnitError
+from redivider.pipeline.dense import dense
 from redivider.pipeline.gradients import accumulate, widen
 from redivider.pipeline.lookahead import Prediction
 from redivider.pipeline.memory import Method, Version
@@ -141,7 +142,7 @@ class Unit:
             call, tensors, argument, kept, others=weights is not self.parameters
         )
         if self.keep != "nothing":
-            value = flow.value[0] if self.is_coupling else flow.value
+            value = dense(flow.value[0] if self.is_coupling else flow.value)
             if self.ring is None:
                 kept.value = value
             else:

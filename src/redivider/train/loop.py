@@ -71,7 +71,6 @@ class Training:
         self._step = 0
         self._seconds = 0.0  # of training, without evaluations and checkpoints
         self._seen: list[Seen] = []
-        self._is_described = False
 
     def train(self, resume: bool) -> Result:
         """Do all of it, or what is left of it."""
@@ -83,7 +82,8 @@ class Training:
         self._log = Log(self._folder, since=self._step)
         self._bar = Progress(self._name, self._step, self._total, self._recipe.microbatch)
         try:
-            ended = read_run(self._folder).end
+            run = read_run(self._folder)
+            self._is_known, ended = bool(run.memory), run.end
             if ended:
                 last = ended[-1]
                 return Result(self._folder, Score(last["loss"], last["accuracy"]), last["seconds"])
@@ -125,7 +125,7 @@ class Training:
                 if is_line:
                     self._write_line(loss, accuracy, mark)
                     mark = self._step, self._seconds
-                    self._describe_pipeline()
+                    self._look_inside()
                 if is_epoch:
                     self._evaluate()
                 minutes = (time.monotonic() - saved) / 60
@@ -140,6 +140,7 @@ class Training:
                 loss, accuracy = self._read()
                 self._seconds += time.perf_counter() - clock
                 self._write_line(loss, accuracy, mark)
+            self._look_inside()
         return self._end()
 
     def _end(self) -> Result:
@@ -206,7 +207,7 @@ class Training:
         return score
 
     def _describe(self) -> None:
-        """Say what is trained, and what plain backprop holds."""
+        """Say what is trained."""
         engine = self._engine
         num = sum(each.numel() for each in engine.task.model.parameters())
         cut = engine.pipe.cut if isinstance(engine, PipelineEngine) else None
@@ -225,34 +226,25 @@ class Training:
             f"{self._total} micro-batches of {self._recipe.microbatch}, on {engine.device}; "
             f"{self._folder}"
         )
-        if cut is None:
-            self._write_memory()
 
-    def _describe_pipeline(self) -> None:
-        """When a pipeline is full, say what it holds and how its ticks go, once."""
+    def _look_inside(self) -> None:
+        """Write down, once, what is held for the backward and how the ticks of a pipeline go."""
         engine = self._engine
-        if not isinstance(engine, PipelineEngine):
-            return
-        if engine.spans:
+        if isinstance(engine, PipelineEngine) and engine.spans:
             start = min(began for began, _ in engine.spans.values())
             spans = [[*each, a - start, b - start] for each, (a, b) in engine.spans.items()]
             self._log.write("timeline", step=self._step, spans=spans)
             engine.spans = {}
-        if not self._is_described:
-            self._is_described = bool(read_run(self._folder).memory)
-        if not self._is_described and self._write_memory():
-            self._is_described = True
-            engine.trace(NUM_TRACED)
-
-    def _write_memory(self) -> bool:
-        found = self._engine.holdings()
-        if found is not None:
-            rows = [
+        held = None if self._is_known else engine.holdings()
+        if held is not None:
+            stages = [
                 {"stage": h.stage, "activations": h.activations + h.messages, "weights": h.weights}
-                for h in found
+                for h in held
             ]
-            self._log.write("memory", step=self._step, stages=rows)
-        return found is not None
+            self._log.write("memory", step=self._step, stages=stages)
+            self._is_known = True
+            if isinstance(engine, PipelineEngine):
+                engine.trace(NUM_TRACED)
 
     def _save(self, *, optional: bool = False) -> None:
         state = {
