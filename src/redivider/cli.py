@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, TypedDict
 
 if TYPE_CHECKING:
     from redivider.train.recipe import Recipe
@@ -15,13 +15,29 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 
 
+class Usage(Exception):
+    """A command that cannot be understood."""
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong."""
+        raise Usage(f"{message}; `{self.prog} --help` shows how")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit status: 2 where a user can mend it."""
-    parser = _make_parser()
-    given, rest = parser.parse_known_args(arguments)
-    if rest and given.run is not train and given.run is not compare:
-        parser.error(f"unknown argument {rest[0]!r}; `redivider {given.command} --help` lists all")
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        given, rest = _make_parser().parse_known_args(words)
+        if rest and given.run not in (train, compare):
+            raise Usage(
+                f"unknown argument {rest[0]!r}; `redivider {given.command} --help` shows how"
+            )
+        if rest and given.recipe and words.index(rest[0]) < words.index(given.recipe):
+            raise Usage(f"the recipe comes first: `redivider {given.command} NAME --field value`")
         status: int = given.run(given, rest)
         sys.stdout.flush()
         return status
@@ -32,16 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("redivider: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if given.debug or not _is_for_users(error):
+        if "--debug" in words or not _is_for_users(error):
             raise
         print(f"redivider: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = Parser(add_help=False)
     shared.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="redivider", description="Train deep networks without storing their activations."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -78,17 +94,17 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def train(given: argparse.Namespace, rest: Sequence[str]) -> int:
     """Train by a recipe, or go on with a run."""
-    recipe, folder = _prepare(given, rest)
+    recipe, where = _prepare(given, rest)
     if recipe.compare:
-        return _compare(recipe, folder, resume=given.resume is not None)
+        return _compare(recipe, where)
     from redivider.train.loop import Stopped
     from redivider.train.loop import train as run
 
     try:
-        result = run(recipe, folder, resume=given.resume is not None)
+        result = run(recipe, **where)
     except Stopped as stopped:
-        return _say_how_to_go_on(folder, str(stopped))
-    score = result.score
+        return _say_how_to_go_on(stopped.folder, str(stopped))
+    score, folder = result.score, shlex.quote(str(result.folder))
     accuracy = "" if score.accuracy is None else f", accuracy {score.accuracy:.2%}"
     print(f"test loss {score.loss:.4f}{accuracy}, {result.seconds:.1f} s of training; {folder}")
     print(f"redivider report {folder}  # a page about it")
@@ -97,10 +113,14 @@ def train(given: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def compare(given: argparse.Namespace, rest: Sequence[str]) -> int:
     """Train by several methods; print a table, and write a report."""
-    recipe, folder = _prepare(given, rest)
-    if not recipe.compare:
-        recipe = replace(recipe, compare=("store", "checkpoint", "reverse", "petra"))
-    return _compare(recipe, folder, resume=given.resume is not None)
+    from redivider.train.recipe import COMPARED
+
+    recipe, where = _prepare(given, rest)
+    if not recipe.compare and where["resume"]:
+        raise Usage(
+            f"{where['folder']} is no comparison; `redivider train --resume` goes on with it"
+        )
+    return _compare(recipe if recipe.compare else replace(recipe, compare=COMPARED), where)
 
 
 def recipes(given: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -118,24 +138,41 @@ def recipes(given: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def models(given: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print a row for each model that matches a pattern."""
+    from redivider.models.options import OptionError
     from redivider.models.summary import print_models
 
-    return print_models(given.pattern or ["*"])
+    try:
+        print_models(given.pattern or ["*"])
+    except OptionError as error:
+        raise Usage(str(error)) from None
+    return 0
 
 
 def report(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Write a page about runs."""
+    """Write a page about runs; the folder of a comparison stands for all of its runs."""
     from redivider.train.report import write_report
+    from redivider.train.runs import LOG
 
+    runs = []
+    for each in given.runs:
+        inside = sorted(path.parent for path in each.glob(f"*/{LOG}"))
+        runs += inside if inside and not (each / LOG).exists() else [each]
     out = given.out or given.runs[0] / "report.html"
-    write_report(given.runs, out)
+    write_report(runs, out)
     print(out)
     return 0
 
 
-def _prepare(given: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, Path]":
-    """The recipe of a command, and the folder of its run."""
-    from redivider.train.errors import TrainError
+class Where(TypedDict):
+    """Where a run goes, as `train` and `compare` take it."""
+
+    folder: Path
+    resume: bool
+    numbered: bool
+
+
+def _prepare(given: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, Where]":
+    """The recipe of a command, and where its run goes."""
     from redivider.train.fields import override
     from redivider.train.recipe import read_recipe
     from redivider.train.recipes import get_recipe
@@ -143,41 +180,36 @@ def _prepare(given: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, P
 
     if given.resume is not None:
         if given.recipe or rest or given.out:
-            raise TrainError("--resume takes the run as it is: no recipe, no fields, no --out")
-        return read_recipe(given.resume / RECIPE), given.resume
+            raise Usage("--resume takes the run as it is: no recipe, no fields, no --out")
+        where = Where(folder=given.resume, resume=True, numbered=False)
+        return read_recipe(given.resume / RECIPE), where
     if given.recipe is None:
         if given.help:
             given.parser.print_help()
             raise SystemExit(0)
-        raise TrainError("which recipe? `redivider recipes` lists them; quickstart is one")
+        raise Usage("which recipe? `redivider recipes` lists them; quickstart is one")
     is_file = given.recipe.endswith(".json")
     recipe = read_recipe(Path(given.recipe)) if is_file else get_recipe(given.recipe)
     recipe = override(recipe, ["--help"] if given.help else rest)
     if given.out is not None and (given.out / RECIPE).exists():
-        raise TrainError(
-            f"{given.out} holds a run already; go on with it by `redivider train --resume "
-            f"{given.out}`, or take another folder"
+        name = shlex.quote(str(given.out))
+        raise Usage(
+            f"{name} holds a run already; go on with it by `redivider train --resume {name}`, "
+            "or take another folder"
         )
-    return recipe, given.out or _free(RUNS / recipe.name)
+    folder = given.out or RUNS / recipe.name
+    return recipe, Where(folder=folder, resume=False, numbered=given.out is None)
 
 
-def _free(folder: Path) -> Path:
-    """This folder, or the first one with a number that is not there."""
-    found, number = folder, 2
-    while found.exists():
-        found, number = folder.with_name(f"{folder.name}-{number}"), number + 1
-    return found
-
-
-def _compare(recipe: "Recipe", folder: Path, *, resume: bool) -> int:
+def _compare(recipe: "Recipe", where: Where) -> int:
     from redivider.train.compare import REPORT, table
     from redivider.train.compare import compare as run
     from redivider.train.loop import Stopped
 
     try:
-        rows = run(recipe, folder, resume=resume)
+        folder, rows = run(recipe, **where)
     except Stopped as stopped:
-        return _say_how_to_go_on(folder, str(stopped))
+        return _say_how_to_go_on(stopped.folder, str(stopped))
     print(f"\n{table(rows)}\n\n{folder / REPORT}")
     return 0
 
@@ -192,4 +224,5 @@ def _is_for_users(error: Exception) -> bool:
     """Whether an error says what a user can do, and not that something is broken here."""
     from redivider.train.errors import TrainError
 
-    return isinstance(error, TrainError)
+    is_to_install = isinstance(error, ImportError) and "pip install" in str(error)
+    return is_to_install or isinstance(error, Usage | TrainError | OSError)

@@ -33,6 +33,7 @@ def test_in_evaluation_every_token_is_a_target_once_and_in_order(num, context, b
     real = y != -100
     assert y[real].tolist() == list(range(1, num))
     assert torch.equal(x[real], y[real] - 1)
+    assert (x >= 0).all()
     assert int((~real).sum()) < context
 
 

@@ -43,7 +43,14 @@ def wait_for_line(folder, step, process):
     raise AssertionError("it never got there")
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL"])
+def forget_the_end(folder):
+    """As if the run had been killed just before."""
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    kept = [line for line in lines if '"kind": "end"' not in line]
+    (folder / "log.jsonl").write_text("".join(f"{line}\n" for line in kept))
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_signals_lose_nothing(how, capsys):
     assert main(["train", "recipe.json", "--out", "whole"]) == 0
     process = command("train", "recipe.json", "--out", "parts")
@@ -75,8 +82,7 @@ def test_a_full_disk_loses_no_checkpoint(capsys):
     shutil.copytree("run", "full")
     stated = json.loads(Path("run/recipe.json").read_text())
     Path("full/recipe.json").write_text(json.dumps({**stated, "epochs": 1.0}))
-    lines = Path("full/log.jsonl").read_text().splitlines()
-    Path("full/log.jsonl").write_text("\n".join(x for x in lines if '"end"' not in x) + "\n")
+    forget_the_end(Path("full"))
 
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -95,12 +101,15 @@ def test_a_full_disk_loses_no_checkpoint(capsys):
 def test_a_damaged_checkpoint_is_passed_over(capsys, caplog):
     assert main(["train", "recipe.json", "--out", "run", "--epochs", "0.5"]) == 0
     whole = rows(Path("run"))
+    forget_the_end(Path("run"))
     before, last = sorted(Path("run/checkpoints").iterdir())
     victim = next(last.glob("*.safetensors"))
     victim.write_bytes(victim.read_bytes()[:-7])
     assert main(["train", "--resume", "run"]) == 0
     assert f"{victim.name} is damaged" in caplog.text
     assert rows(Path("run")) == whole
+    assert rows(Path("run"), "end")
+    forget_the_end(Path("run"))
     for each in Path("run/checkpoints").iterdir():
         (each / "manifest.json").write_text("{}")
     assert main(["train", "--resume", "run"]) == 2
@@ -128,6 +137,17 @@ def test_a_damaged_checkpoint_is_passed_over(capsys, caplog):
         ("train --resume x --out y", "--resume takes the run as it is"),
         ("report nowhere", "cannot read nowhere/recipe.json"),
         ("compare recipe.json --compare peta", "peta"),
+        ("compare recipe.json --compare store store", "names a method twice: store, store"),
+        ("train recipe.json --compare store petra --stages 9", "cut into 9 stages"),
+        ("train --seed 1 recipe.json", "the recipe comes first"),
+        ("train recipe.json --out recipe.json", "recipe.json is there already"),
+        ("train recipe.json --out recipe.json/x", "cannot write to recipe.json/x"),
+        ("train recipe.json --name ../x", "name must be words"),
+        ("train recipe.json --label-smoothing 2", "label_smoothing must be 0 or more"),
+        ("train recipe.json --epochs inf", "epochs must be above 0 and at most"),
+        ("train recipe.json --seed 99999999999999999999999", "seed must be"),
+        ("train recipe.json --model-options num_classes 3", "may not have num_classes"),
+        ("train recipe.json --device meta", "no device 'meta'"),
     ],
 )
 def test_bad_input_is_one_line(words, said, capsys):
@@ -137,6 +157,46 @@ def test_bad_input_is_one_line(words, said, capsys):
     err = capsys.readouterr().err
     assert said in err and err.startswith("redivider: ") and err.count("\n") == 1
     assert not Path("runs").exists()
+    assert sorted(path.name for path in Path().iterdir()) == ["recipe.json"]
+
+
+def test_bad_fields_of_a_file(capsys):
+    good = json.loads(RECIPE.read_text())
+    for wrong in ({"betas": ["a", "b"]}, {"milestones": [float("nan")]}, {"clip_norm": -1}):
+        RECIPE.write_text(json.dumps({**good, **wrong}))
+        assert main(["train", "recipe.json"]) == 2
+        assert next(iter(wrong)) in capsys.readouterr().err
+
+
+def test_pages_that_cannot_be_written(capsys):
+    assert main(["train", "recipe.json", "--out", "run", "--epochs", "0.1"]) == 0
+    for out in ("run", "recipe.json/x.html"):
+        assert main(["report", "run", "--out", out]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_a_reader_that_leaves_does_not_stop_a_run():
+    words = f"{sys.executable} -m redivider train recipe.json --epochs 0.5 --out run | head -c 1"
+    done = subprocess.run(words, shell=True, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert rows(Path("run"), "end")
+
+
+def test_two_at_once_take_two_folders(capsys):
+    both = [command("train", "recipe.json", "--epochs", "0.3", "--seed", seed) for seed in (1, 2)]
+    assert [each.wait(60) for each in both] == [0, 0]
+    seeds = {json.loads(path.read_text())["seed"] for path in Path("runs").glob("*/recipe.json")}
+    assert seeds == {1, 2}
+    for each in both:
+        each.communicate()
+
+
+def test_a_run_is_no_comparison(capsys):
+    assert main(["train", "recipe.json", "--out", "run", "--epochs", "0.1"]) == 0
+    before = Path("run/recipe.json").read_text()
+    assert main(["compare", "--resume", "run"]) == 2
+    assert "is no comparison" in capsys.readouterr().err
+    assert Path("run/recipe.json").read_text() == before
 
 
 def test_a_run_is_not_written_over(capsys):
@@ -160,7 +220,7 @@ def test_a_resolved_recipe_can_be_given_back():
 
 
 def test_compare_and_report(capsys):
-    words = "compare recipe.json --epochs 0.3 --compare store petra --compare-depths 2 4 --out c"
+    words = "compare recipe.json --epochs 0.3 --compare store petra --compare-depths 1 2 4 --out c"
     assert main(words.split()) == 0
     out = capsys.readouterr().out
     table = out[out.index("method  ") :].splitlines()
@@ -172,6 +232,10 @@ def test_compare_and_report(capsys):
     assert main(["report", "c/petra", "c/store", "--out", "other.html"]) == 0
     assert "<svg" in Path("other.html").read_text()
     assert main(["report", "c/petra"]) == 0 and Path("c/petra/report.html").exists()
+    Path("c/report.html").unlink()
+    assert main(["report", "c"]) == 0
+    assert "small, store" in Path("c/report.html").read_text()
+    assert "0.00" not in "".join(table[1:3])
 
 
 def test_a_comparison_that_was_stopped_goes_on(capsys):

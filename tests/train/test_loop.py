@@ -3,7 +3,10 @@
 import json
 import math
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from typing import get_args
 
 import pytest
@@ -14,8 +17,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import redivider as rd
 from redivider.data import load
+from redivider.pipeline.state import read_state
+from redivider.train.checkpoint import Checkpoints
+from redivider.train.engine import BackpropEngine
 from redivider.train.errors import TrainError
-from redivider.train.loop import Stopped, train
+from redivider.train.folder import locked
+from redivider.train.loop import Stopped, Training, train
 from redivider.train.progress import Progress
 from redivider.train.recipe import Method
 from redivider.train.runs import read_run
@@ -207,9 +214,166 @@ def test_tensorboard_has_the_curves(tmp_path):
 
 def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path):
     for method in ("store", "petra"):
-        made = recipe(method=method, lr=1e12, schedule="constant", warmup=0, save_minutes=0)
+        made = recipe(method=method, lr=1e6, schedule="constant", warmup=0, save_minutes=0)
         with pytest.raises(TrainError, match="a lower lr") as error:
             train(made, tmp_path / method)
         assert "\n" not in str(error.value)
-        for path in (tmp_path / method / "checkpoints").glob("*/*.safetensors"):
-            assert all(each.isfinite().all() for each in load_file(path).values())
+    for path in (tmp_path / "store" / "checkpoints").glob("*"):
+        saved = read_state(path)["engine"]["model"]
+        assert all(e.isfinite().all() for name, e in saved.items() if "running" not in name)
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
+    step = BackpropEngine.step
+
+    def spoilt(self, x, y):
+        found = step(self, x, y)
+        if self.num_updates == 10:
+            next(self.task.model.parameters()).data.fill_(torch.inf)
+        return found
+
+    monkeypatch.setattr(BackpropEngine, "step", spoilt)
+    with pytest.raises(TrainError, match="weights are not finite after micro-batch 20"):
+        train(recipe(method="store", save_minutes=0), tmp_path / "run")
+    assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == [
+        "step-000000010"
+    ]
+
+
+class Killed(BaseException):
+    """As good as SIGKILL: nothing here catches it."""
+
+
+KINDS = ("start", "train", "evaluate", "memory", "timeline", "end")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "Checkpoints.save",
+        "Checkpoints.save, after",
+        "Training._write_weights",
+        "Training._write_score",
+        "Training._describe, after",
+        "Training._write_line, after",
+    ],
+)
+@pytest.mark.parametrize("time", [1, 2])
+def test_a_run_that_was_killed_anywhere_has_the_same_log(where, time, tmp_path, monkeypatch):
+    made = recipe(method="petra", save_minutes=0)
+    train(made, tmp_path / "whole")
+    name, _, after = where.partition(", ")
+    home, method = name.split(".")
+    kind = {"Checkpoints": Checkpoints, "Training": Training}[home]
+    original, count = getattr(kind, method), iter(range(1, 100))
+
+    def killed(self, *args, **kwargs):
+        is_it = next(count) == time
+        if is_it and not after:
+            raise Killed
+        result = original(self, *args, **kwargs)
+        if is_it:
+            raise Killed
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, method, killed)
+        try:
+            train(made, tmp_path / "parts")
+        except Killed:
+            (tmp_path / "parts" / "checkpoints").mkdir(exist_ok=True)
+            (tmp_path / "parts" / "checkpoints" / ".step-000000010.new-1").mkdir()
+            patched.undo()
+            train(made, tmp_path / "parts", resume=True)
+            assert not list((tmp_path / "parts" / "checkpoints").glob(".*")) or time == 1
+        else:
+            assert time == 2 and method in ("_write_weights", "_describe")
+    for each in KINDS:
+        ours, theirs = rows(tmp_path / "parts", each), rows(tmp_path / "whole", each)
+        if each == "timeline":
+            assert len(ours) == len(theirs) == 1
+        else:
+            assert ours == theirs
+    seconds = [row["seconds"] for row in read_run(tmp_path / "parts").train]
+    assert seconds == sorted(seconds)
+    ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("parts", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    board = EventAccumulator(str(tmp_path / "parts" / "tensorboard")).Reload()
+    steps = [each.step for each in board.Scalars("train/loss")]
+    assert steps == [row["step"] for row in rows(tmp_path / "parts") if row["loss"] is not None]
+
+
+def test_a_signal_at_the_very_end_loses_nothing(tmp_path, monkeypatch):
+    made = recipe(method="store", evaluate_every=100)
+    train(made, tmp_path / "whole")
+    evaluate = BackpropEngine.evaluate
+    signals = iter([1, 2, 0, 0])
+
+    def interrupted(self):
+        for _ in range(next(signals)):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self)
+
+    monkeypatch.setattr(BackpropEngine, "evaluate", interrupted)
+    result = train(made, tmp_path / "once")  # so near the end it ends
+    with pytest.raises(Stopped, match="interrupted") as stopped:
+        train(made, tmp_path / "twice")
+    assert stopped.value.folder == tmp_path / "twice"
+    again = train(made, tmp_path / "twice", resume=True)
+    assert again.score == result.score
+    for each in KINDS:
+        assert rows(tmp_path / "twice", each) == rows(tmp_path / "whole", each)
+
+
+def test_a_run_has_its_folder_alone(tmp_path):
+    made = recipe(method="store", epochs=0.1)
+    with locked(tmp_path):
+        code = f"""
+from pathlib import Path
+from redivider.train.errors import TrainError
+from redivider.train.folder import locked
+try:
+    with locked(Path({str(tmp_path)!r})): pass
+except TrainError as error:
+    assert "another process" in str(error)
+else:
+    raise SystemExit(1)
+"""
+        subprocess.run([sys.executable, "-c", code], check=True)
+    folders = [train(made, tmp_path / "run", numbered=True).folder.name for _ in range(3)]
+    assert folders == ["run", "run-2", "run-3"]
+    with pytest.raises(TrainError, match="is there already"):
+        train(made, tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    assert train(made, tmp_path / "empty").folder == tmp_path / "empty"
+
+
+def test_a_finished_run_is_left_alone(tmp_path):
+    made = recipe(method="store", epochs=0.1)
+    train(made, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = (tmp_path / "run" / "log.jsonl").read_text()
+    train(made, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "log.jsonl").read_text() == before
+
+
+def test_the_record_does_not_depend_on_where_it_is_run(tmp_path, monkeypatch):
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "input.txt").write_text("one and two and three. " * 100)
+    monkeypatch.chdir(tmp_path)
+    small = {"width": 8, "heads": 2, "depth": 1}
+    options = {"data": "text", "data_folder": "words", "depths": (), "context": 8}
+    made = recipe(model="gpt_nano", model_options=small, method="store", epochs=0.1, **options)
+    train(made, tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "recipe.json").read_text())
+    assert record["data_folder"] == str(tmp_path / "words")
+    assert record["device"] in ("cpu", "cuda")
+
+
+def test_checkpoints_come_by_the_minute(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(Checkpoints, "save", lambda self, step, state: saved.append(step))
+    times = iter(range(0, 10**6, 60))
+    monkeypatch.setattr("redivider.train.loop.time.monotonic", lambda: next(times))
+    train(recipe(method="store", save_minutes=1.5), tmp_path / "run")
+    assert saved == [20, 40, 46]

@@ -110,7 +110,8 @@ class TextBatches(Batches):
         tokens = self._tokens[places.clamp(max=len(self._tokens) - 1)].long()
         x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         if not self.train:
-            y.masked_fill_(places[:, 1:] >= len(self._tokens), IGNORED)
+            # Not in place: of a single window, x and y are views of the same tokens.
+            y = y.masked_fill(places[:, 1:] >= len(self._tokens), IGNORED)
         return x, y
 
     def _visit(self, spans: Iterable[Span]) -> Iterator[Batch]:

@@ -1,6 +1,5 @@
 """What a model costs, counted on the meta device: nothing is allocated, however large it is."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from redivider.coupling import Coupling
 from redivider.footprint import Live
 from redivider.models.catalogue import create_model, list_models, resolve
+from redivider.models.options import OptionError
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Fused(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def print_models(patterns: Sequence[str]) -> int:
-    """Print a row for each model that matches a pattern; return the exit status."""
+def print_models(patterns: Sequence[str]) -> None:
+    """Print a row for each model that matches a pattern."""
     names = [name for pattern in patterns for name in list_models(pattern)]
     unmatched = [pattern for pattern in patterns if not list_models(pattern)]
     if unmatched:
-        print(f"no model matches {' or '.join(unmatched)}; known are:", file=sys.stderr)
-        print("  " + "\n  ".join(list_models()), file=sys.stderr)
-        return 1
+        raise OptionError(
+            f"no model matches {' or '.join(unmatched)}; there are {', '.join(list_models())}"
+        )
     print(f"{'':16}{'':>15}{'':>10}   activations of a sample, MiB")
     print(f"{'model':16}{'parameters':>15}{'GFLOPs':>10}{'stored':>12}{'reversed':>12}")
     for name in dict.fromkeys(names):
@@ -107,4 +107,3 @@ def print_models(patterns: Sequence[str]) -> int:
         "\nFLOPs of a forward, two for a multiplication with addition; activations that autograd"
         "\nkeeps until the backward, float32, a batch of 8; images of 224 pixels, full contexts."
     )
-    return 0

@@ -43,6 +43,9 @@ def write_state(folder: str | Path, state: dict[str, Any]) -> None:
         text = json.dumps({"files": sums, "tree": tree}, indent=1)
         digest = hashlib.sha256(text.encode()).hexdigest()
         (new / MANIFEST).write_text(f"{digest}\n{text}")
+        for path in (*new.iterdir(), new):  # on the disk before the name is: power may fail
+            _sync(path)
+    _sync(folder.parent)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -134,6 +137,14 @@ def _decode(value: Any, files: dict[str, dict[str, Tensor]]) -> Any:
         case "dict":
             return {_decode(k, files): _decode(v, files) for k, v in rest}
     raise StateError(f"the manifest holds an unknown word {word!r}")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _sha256(path: Path) -> str:

@@ -21,8 +21,11 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a state beside the others, then let the oldest go."""
+        path = self._folder / f"step-{step:09}"
+        if path.exists():
+            return  # written or read by this process: the same state
         try:
-            write_state(self._folder / f"step-{step:09}", state)
+            write_state(path, state)
         except OSError as error:
             kept = self._found()
             left = f"{kept[-1].name} is still there" if kept else "there is none yet"
@@ -31,26 +34,29 @@ class Checkpoints:
                 f"room there and resume: {left}"
             ) from None
         for old in self._found()[:-NUM_KEPT]:
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
 
-    def load(self) -> tuple[int, dict[str, Any]] | None:
-        """The last step whose state is undamaged, and that state; None if there never was one."""
+    def load(self) -> dict[str, Any] | None:
+        """The last state that is undamaged; None if there never was one.
+
+        What is damaged, and what a killed process has begun to write, is removed.
+        """
         found = self._found()
         for path in reversed(found):
             try:
-                return int(path.name.removeprefix("step-")), read_state(path)
+                state = read_state(path)
             except StateError as error:
                 logger.warning("passed over: %s", error)
+                continue
+            broken = found[found.index(path) + 1 :]
+            for each in (*broken, *self._folder.glob(".step-*")):
+                shutil.rmtree(each, ignore_errors=True)
+            return state
         if found:
             raise TrainError(
                 f"all checkpoints in {self._folder} are damaged; train anew in another folder"
             )
         return None
-
-    def clean(self) -> None:
-        """Remove what a killed process has begun to write."""
-        for path in self._folder.glob(".step-*"):
-            shutil.rmtree(path, ignore_errors=True)
 
     def _found(self) -> list[Path]:
         return sorted(self._folder.glob("step-*"))

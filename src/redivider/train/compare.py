@@ -3,21 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
-import torch
-
-from redivider.train.engine import PipelineEngine, make_engine
-from redivider.train.errors import TrainError
-from redivider.train.loop import Result, train
-from redivider.train.machine import resolve_device
-from redivider.train.recipe import Method, Recipe
+from redivider.train.engine import PipelineEngine
+from redivider.train.folder import claim, write_whole
+from redivider.train.loop import Result, Stopped, build, resolved, train
+from redivider.train.recipe import Recipe
 from redivider.train.report import write_report
 from redivider.train.runs import RECIPE, read_run
-from redivider.train.schedule import Schedule
-from redivider.train.task import make_task
 
-DEFAULT: tuple[Method, ...] = ("store", "checkpoint", "reverse", "petra")
 REPORT = "report.html"
 
 
@@ -27,31 +20,49 @@ class Row:
 
     name: str
     result: Result
-    held: int
-    """Bytes of activations: between forward and backward, or between two ticks of all stages."""
+    held: int | None
+    """Bytes of activations: between forward and backward, or two ticks, of all stages."""
     by_depth: dict[int, int]
 
 
-def compare(recipe: Recipe, folder: Path, *, resume: bool = False) -> list[Row]:
-    """Train by each method of the recipe, in folders of their own; write a report of all."""
-    unknown = [each for each in recipe.compare if each not in get_args(Method)]
-    if unknown:
-        raise TrainError(f"there is no method {unknown[0]!r}; it is one of {get_args(Method)}")
-    device = resolve_device(recipe.device)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RECIPE).write_text(recipe.to_json())
-    rows = []
-    for name, each in _variants(recipe, device):
-        where = folder / name.replace(", ", "-")
-        result = train(each, where, resume=resume and (where / RECIPE).exists())
-        held = int(sum(read_run(where).held("activations")))
-        depths = {} if "," in name else measure_depths(each, device)
-        rows.append(Row(name, result, held, depths))
-    write_report([row.result.folder for row in rows], folder / REPORT)
-    return rows
+def compare(
+    recipe: Recipe, folder: Path, *, resume: bool = False, numbered: bool = False
+) -> tuple[Path, list[Row]]:
+    """Train by each method of the recipe, in folders of their own, and write a report of all.
+
+    Args:
+        recipe: What to do.
+        folder: Where to; folder, `resume` and `numbered` as for `train`.
+        resume: Go on with a comparison.
+        numbered: Take a folder with a number instead, if this one is there already.
+
+    Returns:
+        The folder, and the rows of the table.
+    """
+    recipe = resolved(recipe)
+    variants = _variants(recipe)
+    if not resume:
+        for _, each in variants:  # none is begun if one of them cannot be
+            build(each)
+        folder = claim(folder, numbered=numbered)
+        write_whole(folder / RECIPE, recipe.to_json())
+    results = {}
+    try:
+        for name, each in variants:
+            where = folder / name.replace(", ", "-")
+            results[name] = train(each, where, resume=resume and (where / RECIPE).exists())
+        write_report([each.folder for each in results.values()], folder / REPORT)
+        rows = []
+        for name, each in variants:
+            held = read_run(results[name].folder).held("activations")
+            depths = {} if "," in name else measure_depths(each)
+            rows.append(Row(name, results[name], int(sum(held)) if held else None, depths))
+        return folder, rows
+    except (KeyboardInterrupt, Stopped) as stopped:
+        raise Stopped(str(stopped) or "interrupted", folder) from None
 
 
-def _variants(recipe: Recipe, device: torch.device) -> list[tuple[str, Recipe]]:
+def _variants(recipe: Recipe) -> list[tuple[str, Recipe]]:
     """Each method; on a GPU, the fastest of both kinds once more, captured.
 
     A pipeline that is probed, and one that is traced, runs tick by tick.
@@ -60,7 +71,7 @@ def _variants(recipe: Recipe, device: torch.device) -> list[tuple[str, Recipe]]:
         (method, replace(recipe, method=method, compare=(), capture=False))
         for method in recipe.compare
     ]
-    if device.type == "cuda":
+    if recipe.device.startswith("cuda"):
         found += [
             (
                 f"{method}, captured",
@@ -72,19 +83,21 @@ def _variants(recipe: Recipe, device: torch.device) -> list[tuple[str, Recipe]]:
     return found
 
 
-def measure_depths(recipe: Recipe, device: torch.device) -> dict[int, int]:
+def measure_depths(recipe: Recipe) -> dict[int, int]:
     """Bytes of activations that the method holds, by the depth of the model."""
     found = {}
-    stages = recipe.stages
-    if recipe.is_pipeline and stages == "auto":
-        stages = len(list(make_task(recipe, device).body.units()))
+    num_stages = recipe.stages
+    if recipe.is_pipeline and recipe.compare_depths and num_stages == "auto":
+        num_stages = len(list(build(recipe).task.body.units()))
     for depth in recipe.compare_depths:
-        deep = replace(_deepened(recipe, depth), stages=stages, probe_every=0)
-        task = make_task(deep, device)
-        engine = make_engine(deep, task, Schedule(deep, 1.0, 1))
+        deep = replace(_deepened(recipe, depth), probe_every=0, capture=False, stages="auto")
+        if recipe.is_pipeline:
+            num_units = len(list(build(replace(deep, method="store")).task.body.units()))
+            deep = replace(deep, stages=min(num_units, int(num_stages)))
+        engine = build(deep)
         if isinstance(engine, PipelineEngine):
             for step in range(2 * deep.latency * len(engine.pipe.stages)):
-                engine.step(*task.train[step])
+                engine.step(*engine.task.train[step])
         held = engine.holdings()
         assert held is not None, "the pipeline is full"
         found[depth] = sum(each.activations + each.messages for each in held)
@@ -121,4 +134,4 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _mib(size: int | None) -> str:
-    return "" if size is None else f"{size / 2**20:.2f} MiB"
+    return "\N{EN DASH}" if size is None else f"{size / 2**20:.2f} MiB"

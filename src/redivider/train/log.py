@@ -2,11 +2,11 @@
 
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from redivider.train.folder import write_whole, writing
 from redivider.train.runs import LOG
 
 CURVES = {
@@ -21,24 +21,28 @@ class Log:
     Args:
         folder: Of the run.
         since: Go on after this step: lines of later ones, which a stopped run has left, are gone.
+            None begins anew.
     """
 
-    def __init__(self, folder: Path, *, since: int) -> None:
+    def __init__(self, folder: Path, *, since: int | None) -> None:
         self._path = folder / LOG
-        self._since = since
+        self._folder = folder
+        self._since = -1 if since is None else since
         if self._path.exists():
-            self._keep(lambda row: int(row.get("step", 0)) <= since)
-        self._file = self._path.open("a")
+            self._keep(lambda row: int(row.get("step", 0)) <= self._since)
+        with writing(folder):
+            self._file = self._path.open("a")
         self._board: Any = None
 
     def write(self, kind: str, **row: Any) -> None:
         """Add a line."""
         plain = {name: _plain(value) for name, value in row.items()}
-        self._file.write(json.dumps({"kind": kind, **plain}) + "\n")
-        self._file.flush()
-        for name in CURVES.get(kind, ()):
-            if plain.get(name) is not None:
-                self._tensorboard().add_scalar(f"{kind}/{name}", plain[name], row["step"])
+        with writing(self._folder):
+            self._file.write(json.dumps({"kind": kind, **plain}) + "\n")
+            self._file.flush()
+            for name in CURVES.get(kind, ()):
+                if plain.get(name) is not None:
+                    self._tensorboard().add_scalar(f"{kind}/{name}", plain[name], row["step"])
 
     def close(self) -> None:
         """Close all files."""
@@ -60,9 +64,7 @@ class Log:
                     lines.append(line)
             except ValueError:
                 break  # half a line, the last one of a killed run
-        new = self._path.with_name(f".{LOG}.new")
-        new.write_text("".join(f"{line}\n" for line in lines))
-        os.replace(new, self._path)
+        write_whole(self._path, "".join(f"{line}\n" for line in lines))
 
 
 class _NoBoard:

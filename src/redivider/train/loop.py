@@ -2,31 +2,40 @@
 
 import os
 import time
-from dataclasses import asdict, dataclass
-from math import ceil, isfinite
+from dataclasses import asdict, dataclass, replace
+from math import ceil, floor, isfinite, nan
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import redivider
+from redivider.data import DataError
 from redivider.pipeline.state import write_tensors
 from redivider.train.checkpoint import Checkpoints
+from redivider.train.clock import Clock
 from redivider.train.engine import Engine, PipelineEngine, Seen, make_engine
 from redivider.train.errors import TrainError
+from redivider.train.folder import claim, locked, write_whole, writing
 from redivider.train.log import Log
-from redivider.train.machine import device_name, peak_memory, resolve_device
+from redivider.train.machine import device_name, peak_memory, resolve_device, using_threads
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
 from redivider.train.runs import RECIPE, read_run
 from redivider.train.schedule import Schedule
-from redivider.train.stop import stopping
+from redivider.train.stop import Stop, stopping
 from redivider.train.task import Score, make_task
 
 NUM_TRACED = 4  # ticks on the timeline of a report
+ROUNDING = 1e-9  # of fractions of epochs
 
 
 class Stopped(Exception):
     """Somebody has asked the run to stop, and it is saved."""
+
+    def __init__(self, what: str, folder: Path) -> None:
+        super().__init__(what)
+        self.folder = folder
 
 
 @dataclass(frozen=True)
@@ -38,18 +47,66 @@ class Result:
     seconds: float
 
 
-def train(recipe: Recipe, folder: Path, *, resume: bool = False) -> Result:
-    """Train by a recipe; everything that is to be kept goes to the folder."""
+def train(recipe: Recipe, folder: Path, *, resume: bool = False, numbered: bool = False) -> Result:
+    """Train by a recipe.
+
+    Args:
+        recipe: What to do.
+        folder: Where all that is to be kept goes: a new folder, or that of a run to go on with.
+        resume: Go on with that run.
+        numbered: Take a folder with a number instead, if this one is there already.
+    """
+    if resume:
+        ended = read_run(folder).end if (folder / RECIPE).exists() else []
+        if ended:
+            score = Score(_number(ended[-1]["loss"]), ended[-1]["accuracy"])
+            return Result(folder, score, ended[-1]["seconds"])
+    recipe = resolved(recipe)
+    engine = build(recipe)
+    if not resume:
+        folder = claim(folder, numbered=numbered)
+        write_whole(folder / RECIPE, recipe.to_json())
+    with locked(folder), using_threads(recipe.threads), stopping() as stop:
+        try:
+            return Training(recipe, folder, engine, stop).train(resume)
+        except KeyboardInterrupt:
+            raise Stopped("interrupted, with what was last saved", folder) from None
+        except DataError as error:
+            raise TrainError(str(error)) from error
+        except FloatingPointError as error:
+            raise TrainError(
+                f"{error}; a lower lr, more warmup or a smaller clip_norm may help"
+            ) from error
+
+
+def resolved(recipe: Recipe) -> Recipe:
+    """With nothing left that depends on where and when it is run."""
+    folder = recipe.data_folder
+    return replace(
+        recipe,
+        device=str(resolve_device(recipe.device)),
+        data_folder=None if folder is None else str(Path(folder).expanduser().absolute()),
+    )
+
+
+def build(recipe: Recipe) -> Engine:
+    """Load the data, make the model and what trains it."""
     device = resolve_device(recipe.device)
     torch.manual_seed(recipe.seed)
     try:
         task = make_task(recipe, device)
         num_per_epoch = len(task.train) / recipe.accumulate
-        num_updates = ceil(recipe.epochs * num_per_epoch)
-        engine = make_engine(recipe, task, Schedule(recipe, num_per_epoch, num_updates))
+        total = num_microbatches(recipe, len(task.train))
+        schedule = Schedule(recipe, num_per_epoch, total // recipe.accumulate)
+        return make_engine(recipe, task, schedule)
     except ValueError as error:  # of data, models and pipelines, each saying what to do
         raise TrainError(str(error)) from error
-    return Training(recipe, folder, engine, num_updates * recipe.accumulate).train(resume)
+
+
+def num_microbatches(recipe: Recipe, per_epoch: int) -> int:
+    """In all: whole updates. 1.1 epochs of 100 are 110, which floats would make 111."""
+    updates = recipe.epochs * per_epoch / recipe.accumulate
+    return ceil(updates - ROUNDING) * recipe.accumulate
 
 
 class Training:
@@ -59,114 +116,101 @@ class Training:
         recipe: What to do.
         folder: Where to.
         engine: What does it.
-        total: Micro-batches in all, whole updates.
+        stop: Whether somebody wants it to stop.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, engine: Engine, total: int) -> None:
-        self._recipe, self._folder, self._engine, self._total = recipe, folder, engine, total
+    def __init__(self, recipe: Recipe, folder: Path, engine: Engine, stop: Stop) -> None:
+        self._recipe, self._folder, self._engine, self._stop = recipe, folder, engine, stop
         self._checkpoints = Checkpoints(folder / "checkpoints")
+        self._clock = Clock(engine.device)
         self._group = recipe.accumulate
         # Lines and checkpoints come between updates.
         self._every = ceil(recipe.log_every / self._group) * self._group
+        self._per_epoch = len(engine.task.train)
+        self._total = num_microbatches(recipe, self._per_epoch)
         self._step = 0
-        self._seconds = 0.0  # of training, without evaluations and checkpoints
         self._seen: list[Seen] = []
 
     def train(self, resume: bool) -> Result:
         """Do all of it, or what is left of it."""
-        if resume:
-            self._restore()
-        else:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / RECIPE).write_text(self._recipe.to_json())
-        self._log = Log(self._folder, since=self._step)
-        self._bar = Progress(self._name, self._step, self._total, self._recipe.microbatch)
+        seconds = self._restore() if resume else None
+        self._log = Log(self._folder, since=None if seconds is None else self._step)
+        self._bar = Progress(
+            f"{self._recipe.name}, {self._recipe.method}",
+            self._step,
+            self._total,
+            self._recipe.microbatch,
+        )
         try:
             run = read_run(self._folder)
-            self._is_known, ended = bool(run.memory), run.end
-            if ended:
-                last = ended[-1]
-                return Result(self._folder, Score(last["loss"], last["accuracy"]), last["seconds"])
+            self._is_known, self._is_traced = bool(run.memory), bool(run.timeline)
             if not self._step:
                 self._describe()
-            return self._go_on()
-        except OSError as error:
-            reason = error.strerror or error
-            raise TrainError(
-                f"cannot write to {self._folder} ({reason}); make room there and resume"
-            ) from error
-        except FloatingPointError as error:
-            raise TrainError(
-                f"{error}; a lower lr, more warmup or a smaller clip_norm may help"
-            ) from error
+            self._clock.start(seconds or 0.0)
+            self._run()
+            return self._end()
         finally:
             self._bar.close()
             self._log.close()
 
-    def _go_on(self) -> Result:
+    def _run(self) -> None:
         batches = self._engine.task.train.since(self._step)
         saved = time.monotonic()
-        clock, mark = time.perf_counter(), (self._step, self._seconds)
-        with stopping() as stop:
-            while self._step < self._total:
-                x, y = next(batches)
-                self._seen += self._engine.step(x, y)
-                self._step += 1
-                self._bar.advance()
-                if self._step % self._group:
-                    continue
-                is_line = self._step % self._every == 0 and self._step < self._total
-                is_epoch = self._is_epoch()
-                if not (is_line or is_epoch or stop.is_asked):
-                    continue
+        self._mark = self._step, self._clock.seconds
+        while self._step < self._total:
+            self._seen += self._engine.step(*next(batches))
+            self._step += 1
+            self._bar.advance()
+            if self._step % self._group or self._step == self._total:
+                continue
+            is_line = self._step % self._every == 0
+            is_epoch = self._is_epoch()
+            if not (is_line or is_epoch or self._stop.is_asked or not self._is_known):
+                continue
+            with self._clock.stopped():
                 if is_line:
-                    loss, accuracy = self._read()
-                self._seconds += time.perf_counter() - clock
-                if is_line:
-                    self._write_line(loss, accuracy, mark)
-                    mark = self._step, self._seconds
-                    self._look_inside()
+                    self._write_line()
+                self._look_inside()
                 if is_epoch:
-                    self._evaluate()
-                minutes = (time.monotonic() - saved) / 60
-                if stop.is_asked:
-                    self._stop()
-                if is_line and minutes >= self._recipe.save_minutes:
+                    self._write_score(self._engine.evaluate())
+                if self._stop.is_asked:
+                    self._leave()
+                if is_line and time.monotonic() - saved >= 60 * self._recipe.save_minutes:
                     self._save(optional=True)
                     saved = time.monotonic()
-                clock = time.perf_counter()
-            self._seen += self._engine.finish()
-            if self._seen:
-                loss, accuracy = self._read()
-                self._seconds += time.perf_counter() - clock
-                self._write_line(loss, accuracy, mark)
-            self._look_inside()
-        return self._end()
+        self._seen += self._engine.finish()
 
     def _end(self) -> Result:
-        score = self._evaluate()
-        self._save()
-        self._write_weights()
-        self._log.write("end", step=self._step, seconds=self._seconds, **asdict(score))
-        return Result(self._folder, score, self._seconds)
+        """Save before anything else: what follows can be done again."""
+        with self._clock.stopped():
+            if self._seen:
+                self._write_line()
+            self._look_inside()
+            self._save()
+            score = self._engine.evaluate()
+            self._write_weights()
+            self._write_score(score)
+            seconds = self._clock.seconds
+            self._log.write("end", step=self._step, seconds=seconds, **asdict(score))
+        return Result(self._folder, score, seconds)
 
-    def _stop(self) -> None:
+    def _leave(self) -> None:
         if not all(bool(each.loss.isfinite()) for each in self._seen):
-            raise TrainError("the loss is not a number; nothing was saved after that")
+            raise FloatingPointError("the loss is not a number; nothing was saved after that")
+        self._write_quality()
         self._save()
-        raise Stopped(f"stopped after {self._step} micro-batches and saved")
+        raise Stopped(f"stopped after {self._step} micro-batches and saved", self._folder)
 
     def _is_epoch(self) -> bool:
-        """Whether an evaluation became due with the last update; one at the end comes anyway."""
-        if self._step == self._total:
-            return False
-        per = self._recipe.evaluate_every * len(self._engine.task.train)
-        return int(self._step / per) > int((self._step - self._group) / per)
+        """Whether an evaluation became due with the last update."""
+        per = self._recipe.evaluate_every * self._per_epoch
+        now, before = self._step / per, (self._step - self._group) / per
+        return floor(now + ROUNDING) > floor(before + ROUNDING)
 
     def _read(self) -> tuple[float, float | None]:
         """Means over what was seen since the last line; the device is waited for here."""
         if not self._seen:
-            return float("nan"), None  # the pipeline fills
+            return nan, None  # the pipeline fills
         loss = float(torch.stack([each.loss for each in self._seen]).double().mean())
         if not isfinite(loss):
             raise FloatingPointError(f"the loss is not a number before micro-batch {self._step}")
@@ -175,36 +219,37 @@ class Training:
         self._seen = []
         return loss, float(torch.stack(correct).sum()) / num if num else None
 
-    def _write_line(self, loss: float, accuracy: float | None, since: tuple[int, float]) -> None:
-        updates = self._engine.num_updates
-        step, seconds = self._step - since[0], self._seconds - since[1]
+    def _write_line(self) -> None:
+        loss, accuracy = self._read()
+        updates, seconds = self._engine.num_updates, self._clock.seconds
+        num = (self._step - self._mark[0]) * self._recipe.microbatch
         row = {
             "step": self._step,
             "update": updates,
-            "epoch": self._step / len(self._engine.task.train),
+            "epoch": self._step / self._per_epoch,
             "loss": loss,
             "accuracy": accuracy,
             "lr": self._recipe.lr * self._engine.schedule(max(0, updates - 1)),
-            "samples_per_second": step * self._recipe.microbatch / max(seconds, 1e-9),
-            "seconds": self._seconds,
+            "samples_per_second": num / max(seconds - self._mark[1], 1e-9),
+            "seconds": seconds,
             "memory": peak_memory(self._engine.device),
         }
+        self._mark = self._step, seconds
         self._log.write("train", **row)
         self._bar.show(row)
+        self._write_quality()
+
+    def _write_quality(self) -> None:
         if isinstance(self._engine, PipelineEngine) and self._engine.probe is not None:
             for each in self._engine.probe.take():
                 self._log.write("quality", step=self._step, **asdict(each))
 
-    def _evaluate(self) -> Score:
-        score = self._engine.evaluate()
-        epoch = self._step / len(self._engine.task.train)
-        row = {"step": self._step, "epoch": epoch, "seconds": self._seconds, **asdict(score)}
+    def _write_score(self, score: Score) -> None:
+        epoch, seconds = self._step / self._per_epoch, self._clock.seconds
+        row = {"step": self._step, "epoch": epoch, "seconds": seconds, **asdict(score)}
         self._log.write("evaluate", **row)
         accuracy = "" if score.accuracy is None else f", accuracy {score.accuracy:.1%}"
-        self._bar.tell(
-            f"epoch {epoch:.4g}, {self._seconds:.0f} s: test loss {score.loss:.3f}{accuracy}"
-        )
-        return score
+        self._bar.tell(f"epoch {epoch:.4g}, {seconds:.0f} s: test loss {score.loss:.3f}{accuracy}")
 
     def _describe(self) -> None:
         """Say what is trained."""
@@ -230,11 +275,6 @@ class Training:
     def _look_inside(self) -> None:
         """Write down, once, what is held for the backward and how the ticks of a pipeline go."""
         engine = self._engine
-        if isinstance(engine, PipelineEngine) and engine.spans:
-            start = min(began for began, _ in engine.spans.values())
-            spans = [[*each, a - start, b - start] for each, (a, b) in engine.spans.items()]
-            self._log.write("timeline", step=self._step, spans=spans)
-            engine.spans = {}
         held = None if self._is_known else engine.holdings()
         if held is not None:
             stages = [
@@ -243,14 +283,25 @@ class Training:
             ]
             self._log.write("memory", step=self._step, stages=stages)
             self._is_known = True
-            if isinstance(engine, PipelineEngine):
-                engine.trace(NUM_TRACED)
+        if not isinstance(engine, PipelineEngine) or self._is_traced or not self._is_known:
+            return
+        if engine.spans:
+            start = min(began for began, _ in engine.spans.values())
+            spans = [[*each, a - start, b - start] for each, (a, b) in engine.spans.items()]
+            self._log.write("timeline", step=self._step, spans=spans)
+            self._is_traced = True
+        else:
+            engine.trace(NUM_TRACED)
 
     def _save(self, *, optional: bool = False) -> None:
+        """Write a checkpoint, but for weights that nobody could go on with."""
+        weights = self._engine.task.model.parameters()
+        if not bool(torch.stack([each.detach().isfinite().all() for each in weights]).all()):
+            raise FloatingPointError(f"weights are not finite after micro-batch {self._step}")
         state = {
             "engine": self._engine.state_dict(),
             "step": self._step,
-            "seconds": self._seconds,
+            "seconds": self._clock.seconds,
             "losses": [each.loss for each in self._seen],
             "correct": [each.correct for each in self._seen],
         }
@@ -261,26 +312,29 @@ class Training:
                 raise
             self._bar.tell(f"warning: {error}")
 
-    def _restore(self) -> None:
-        self._checkpoints.clean()
+    def _restore(self) -> float | None:
+        """Go on from the last checkpoint; the seconds of training until then, if there is one."""
         found = self._checkpoints.load()
         if found is None:
-            return  # killed before the first one: from the beginning
-        state = found[1]
+            return None  # killed before the first one: from the beginning
+        state: dict[str, Any] = found
         self._engine.load_state_dict(state["engine"])
-        self._step, self._seconds = state["step"], state["seconds"]
+        self._step = state["step"]
         device = self._engine.device
         self._seen = [
             Seen(loss.to(device), None if right is None else right.to(device))
             for loss, right in zip(state["losses"], state["correct"], strict=True)
         ]
+        return float(state["seconds"])
 
     def _write_weights(self) -> None:
         """The trained weights under the names of the model, for anyone to load."""
         new = self._folder / ".model.safetensors.new"
-        write_tensors(new, self._engine.task.model.state_dict())
-        os.replace(new, self._folder / "model.safetensors")
+        with writing(self._folder):
+            write_tensors(new, self._engine.task.model.state_dict())
+            os.replace(new, self._folder / "model.safetensors")
 
-    @property
-    def _name(self) -> str:
-        return f"{self._recipe.name}, {self._recipe.method}"
+
+def _number(value: float | None) -> float:
+    """JSON has no NaN."""
+    return nan if value is None else value

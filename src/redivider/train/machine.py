@@ -2,10 +2,23 @@
 
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from redivider.train.errors import TrainError
+
+
+@contextmanager
+def using_threads(num: int) -> Iterator[None]:
+    """Run by so many threads of the CPU; 0 is as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -14,6 +27,8 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError
     except RuntimeError:
         raise TrainError(f"there is no device {name!r}; take auto, cpu, cuda or cuda:1") from None
     if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():

@@ -1,5 +1,6 @@
 """What is seen of a run on the terminal."""
 
+import os
 import sys
 from typing import Any
 
@@ -41,7 +42,10 @@ class Progress:
     def tell(self, text: str) -> None:
         """A line of its own."""
         self._bar.clear()
-        print(f"{self._name}: {text}", flush=True)
+        try:
+            print(f"{self._name}: {text}", flush=True)
+        except BrokenPipeError:  # nobody reads any more, and training goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -4,6 +4,7 @@ Nothing here imports torch, so that recipes are listed at once.
 """
 
 import json
+import re
 import types
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,19 +16,9 @@ Backprop = Literal["store", "checkpoint", "reverse", "overlap", "auto"]
 Decoupled = Literal[
     "petra", "dsp", "delayed", "delayed-graph", "exact-inverse", "approximate-input"
 ]
-Method = Literal[
-    "store",
-    "checkpoint",
-    "reverse",
-    "overlap",
-    "auto",
-    "petra",
-    "dsp",
-    "delayed",
-    "delayed-graph",
-    "exact-inverse",
-    "approximate-input",
-]
+Method = Literal[Backprop, Decoupled]
+COMPARED: tuple[Method, ...] = ("store", "checkpoint", "reverse", "petra")
+"""What a comparison is of, unless a recipe says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +87,8 @@ class Recipe:
     """Let torch.compile fuse what units compute."""
     capture: bool = True
     """On a GPU, run steps as CUDA graphs where that can be."""
+    threads: int = 0
+    """Of the CPU; numbers are the same to the last bit if these are. 0 leaves it to torch."""
     seed: int = 0
     """Of weights, order, augmentation and dropout."""
     log_every: int = 100
@@ -118,15 +111,24 @@ class Recipe:
             if isinstance(value, list):  # as JSON has it
                 object.__setattr__(self, each.name, value := tuple(value))
             if not _fits(value, hints[each.name]):
-                wanted = str(hints[each.name]).replace("typing.", "")
-                raise TrainError(f"{each.name} must be {_say(wanted)}, got {value!r}")
-        for names, least in ((_COUNTS, 1), (_AMOUNTS, 0)):
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not least <= value < float("inf"):
-                    raise TrainError(f"{name} must be {least} or more, got {value!r}")
-        if not self.epochs > 0 or not self.lr > 0 or not self.evaluate_every > 0:
-            raise TrainError("epochs, lr and evaluate_every must be above 0")
+                raise TrainError(f"{each.name} must be {_say(hints[each.name])}, got {value!r}")
+        for name, (least, most, is_open) in _RANGES.items():
+            value = getattr(self, name)
+            for each in value if isinstance(value, tuple) else (value,):
+                if each is None or (least <= each <= most and not (is_open and each == least)):
+                    continue
+                said = f"above {least:g}" if is_open else f"{least:g} or more"
+                raise TrainError(f"{name} must be {said} and at most {most:g}, got {value!r}")
+        self._verify_words()
+
+    def _verify_words(self) -> None:
+        if not re.fullmatch(r"[\w+-][\w .+-]*", self.name):
+            raise TrainError(f"name must be words, as of a folder, got {self.name!r}")
+        known = _NOT_OPTIONS if self.data == "imagenet" else {*_NOT_OPTIONS, "image_size"}
+        for name in sorted(known & self.model_options.keys()):
+            raise TrainError(f"model_options may not have {name}: it follows from the other fields")
+        if len(set(self.compare)) < len(self.compare):
+            raise TrainError(f"compare names a method twice: {', '.join(self.compare)}")
 
     @property
     def is_pipeline(self) -> bool:
@@ -138,8 +140,25 @@ class Recipe:
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
-_COUNTS = ("microbatch", "accumulate", "latency", "log_every", "context")
-_AMOUNTS = ("warmup", "weight_decay", "momentum", "label_smoothing", "save_minutes", "probe_every")
+# Least, most, and whether the least itself is too little.
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    **dict.fromkeys(("microbatch", "accumulate", "log_every", "context"), (1, 10**9, False)),
+    "compare_depths": (1, 10**6, False),
+    "depths": (1, 10**6, False),
+    "latency": (1, 1000, False),
+    "epochs": (0, 10**6, True),
+    "evaluate_every": (1e-6, 10**6, False),
+    "lr": (0, 10**6, True),
+    "clip_norm": (0, 10**9, True),
+    **dict.fromkeys(("warmup", "weight_decay", "save_minutes", "milestones"), (0, 10**9, False)),
+    **dict.fromkeys(("probe_every", "threads"), (0, 10**9, False)),
+    **dict.fromkeys(("momentum", "betas", "label_smoothing"), (0, 1, False)),
+    "seed": (0, 2**63 - 1, False),
+}
+_NOT_OPTIONS = {
+    *("backward", "arithmetic", "seed", "device", "dtype", "depths"),
+    *("num_classes", "in_channels", "vocabulary", "context"),
+}
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -173,9 +192,9 @@ def _fits(value: Any, wanted: Any) -> bool:
     if origin is Literal:
         return value in arguments
     if origin is tuple:
-        if len(arguments) == 2 and arguments[1] is not Ellipsis:
-            return isinstance(value, tuple) and len(value) == 2
-        return isinstance(value, tuple) and all(_fits(each, arguments[0]) for each in value)
+        is_long = arguments[1] is Ellipsis or len(value if isinstance(value, tuple) else ()) == 2
+        fits = isinstance(value, tuple) and all(_fits(each, arguments[0]) for each in value)
+        return fits and is_long
     if origin is dict:
         return isinstance(value, dict) and all(
             isinstance(key, str) and _fits(each, arguments[1]) for key, each in value.items()
@@ -187,8 +206,9 @@ def _fits(value: Any, wanted: Any) -> bool:
     return isinstance(value, wanted)
 
 
-def _say(wanted: str) -> str:
+def _say(hint: Any) -> str:
     """An annotation for people."""
+    wanted = str(hint).replace("typing.", "")
     if wanted.startswith("Literal["):
         return "one of " + wanted[len("Literal[") : -1].replace("'", "")
     plain = wanted.replace("<class '", "").replace("'>", "").replace("NoneType", "None")

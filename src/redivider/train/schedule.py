@@ -28,7 +28,7 @@ class Schedule:
             return (update + 1) / warm
         if recipe.schedule == "step":
             epoch = update / self.num_per_epoch
-            return float(0.1 ** sum(epoch >= each for each in recipe.milestones))
+            return float(0.1 ** sum(epoch >= each - 1e-9 for each in recipe.milestones))
         if recipe.schedule == "cosine":
             done = (update - warm) / max(1.0, self.num_updates - warm)
             return 0.5 * (1 + cos(pi * min(1.0, max(0.0, done))))

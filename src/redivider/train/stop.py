@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 @dataclass
 class Stop:
@@ -21,7 +23,7 @@ class Stop:
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """Take note of SIGINT and SIGTERM; a second one interrupts at once."""
+    """Take note of SIGINT, SIGTERM and SIGHUP; a second one interrupts at once."""
     stop = Stop()
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -30,7 +32,7 @@ def stopping() -> Iterator[Stop]:
         stop.signal = number
 
     try:
-        before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+        before = {each: signal.signal(each, note) for each in SIGNALS}
     except ValueError:  # only the main thread may
         before = {}
     try:

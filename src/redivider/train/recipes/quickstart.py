@@ -22,6 +22,7 @@ def quickstart() -> Recipe:
         weight_decay=5e-4,
         warmup=1,
         schedule="cosine",
+        threads=1,  # its kernels are too small for more
         log_every=64,
         probe_every=400,
     )

@@ -1,0 +1,181 @@
+"""Every number of the log, and every field that changes one, against plain torch."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import redivider as rd
+from redivider.data import load
+from redivider.train import clock, loop
+from redivider.train.engine import BackpropEngine
+from redivider.train.loop import build, num_microbatches, train
+from redivider.train.task import Labels
+from train.small import recipe, rows
+
+
+def test_rates_epochs_and_speed_are_those_of_the_line(tmp_path, monkeypatch):
+    times = iter(range(10**6))
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(times)))
+    made = recipe(method="store", schedule="step", milestones=(0.3,), warmup=0.2)
+    train(made, tmp_path / "run")
+    lines = loop.read_run(tmp_path / "run").train
+    per_epoch = 89
+    for line, before in zip(lines, [None, *lines], strict=False):
+        update = line["step"] // 2
+        assert line["update"] == update
+        assert line["epoch"] == pytest.approx(line["step"] / per_epoch)
+        warm = 0.2 * per_epoch / 2
+        factor = update / warm if update < warm else 1.0  # of the last update that was done
+        factor *= 0.1 if (update - 1) * 2 / per_epoch >= 0.3 else 1.0
+        assert line["lr"] == pytest.approx(0.05 * factor)
+        if before is not None:
+            num = 16 * (line["step"] - before["step"])
+            took = line["seconds"] - before["seconds"]
+            assert line["samples_per_second"] == pytest.approx(num / took)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_adamw_and_clipping_by_hand(clip, tmp_path):
+    made = recipe(
+        method="store",
+        optimizer="adamw",
+        betas=(0.5, 0.7),
+        lr=3e-3,
+        clip_norm=clip,
+        schedule="constant",
+        warmup=0,
+        accumulate=1,
+        label_smoothing=0.3,
+        epochs=0.2,
+    )
+    train(made, tmp_path / "run")
+    model = rd.create_model(
+        "revnet18",
+        backward="store",
+        depths=(1, 1),
+        width=4,
+        num_classes=10,
+        image_size=8,
+        in_channels=1,
+    )
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 1e-3},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.5, 0.7))
+    batches = load("digits", train=True).batches(16, train=True, seed=0)
+    for step in range(18):
+        x, y = batches[step]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y, label_smoothing=0.3).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    trained = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(trained[name], each) for name, each in model.state_dict().items())
+
+
+def test_a_pipeline_is_built_as_the_recipe_says():
+    made = recipe(
+        method="dsp",
+        stages=3,
+        latency=2,
+        lookahead="momentum",
+        arithmetic="fixed",
+        clip_norm=0.7,
+        seed=5,
+        accumulate=3,
+    )
+    pipe = build(made).pipe
+    assert (pipe.method.name, pipe.latency, pipe.lookahead, pipe.seed) == ("dsp", 2, "momentum", 5)
+    assert pipe.arithmetic.exact and pipe.accumulate == 3 and pipe._clip.norm == 0.7
+    assert len(pipe.stages) == 3 and pipe.balance > 1
+    assert build(recipe(method="petra", stages=2)).pipe.balance < 1.9  # by work, not by number
+
+
+def test_bf16_computes_in_bf16():
+    seen = []
+    for precision in ("bf16", "float32"):
+        for method in ("store", "petra"):
+            engine = build(recipe(method=method, precision=precision))
+            hook = engine.task.body[-1].register_forward_hook(
+                lambda module, x, y: seen.append(y.dtype)
+            )
+            engine.step(*engine.task.train[0])
+            engine.step(*engine.task.train[1])
+            engine.evaluate()
+            hook.remove()
+            assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float32}
+            seen.clear()
+
+
+def test_seeds_reach_weights_order_and_text(tmp_path):
+    (tmp_path / "input.txt").write_text("".join(map(chr, range(32, 120))) * 20)
+    one, other = (build(recipe(seed=seed)) for seed in (0, 1))
+    assert not torch.equal(one.task.train[0][0], other.task.train[0][0])
+    pairs = zip(one.task.model.parameters(), other.task.model.parameters(), strict=True)
+    assert not all(torch.equal(a, b) for a, b in pairs)
+    text = {"data": "text", "data_folder": str(tmp_path), "context": 8, "depths": ()}
+    text |= {"model": "gpt_nano", "model_options": {"width": 8, "heads": 2, "depth": 1}}
+    one, other = (build(recipe(seed=seed, **text)) for seed in (0, 1))
+    assert not torch.equal(one.task.train[0][0], other.task.train[0][0])
+
+
+def test_text_is_evaluated_by_its_targets(tmp_path):
+    """The last window is not full; each target counts once, and the rest not at all."""
+    (tmp_path / "input.txt").write_text("some words, and others, and more of them. " * 9 + "end")
+    made = recipe(
+        data="text",
+        data_folder=str(tmp_path),
+        context=16,
+        depths=(),
+        model="gpt_nano",
+        model_options={"width": 8, "heads": 2, "depth": 1},
+        microbatch=2,
+        method="store",
+    )
+    engine = build(made)
+    assert isinstance(engine, BackpropEngine)
+    model = engine.task.model.eval()
+    x, y = (torch.cat(each) for each in zip(*engine.task.test, strict=True))
+    assert (y < 0).any()
+    wanted = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100)
+    assert engine.evaluate().loss == pytest.approx(wanted.item(), rel=1e-5)
+    assert engine.task.body.training and engine.task.loss.training
+
+
+def test_labels_are_smooth_in_training_only():
+    scores, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1])
+    loss = Labels(0.2)
+    smooth = F.cross_entropy(scores, labels, label_smoothing=0.2)
+    assert torch.equal(loss(scores, labels)[0], smooth)
+    plain, correct = loss.eval()(scores, labels)
+    assert torch.equal(plain, F.cross_entropy(scores, labels))
+    assert correct == (scores.argmax(1) == labels).sum()
+
+
+def test_fractions_of_epochs_round_as_people_do():
+    for epochs, per_epoch, accumulate, wanted in (
+        (1.1, 100, 1, 110),
+        (1.1, 390, 1, 429),
+        (90, 22, 5, 1980),
+        (50 / 15, 15, 2, 50),
+        (0.5, 89, 2, 46),
+        (1e-6, 100, 4, 4),
+    ):
+        made = recipe(epochs=epochs, accumulate=accumulate)
+        assert num_microbatches(made, per_epoch) == wanted
+
+
+@pytest.mark.parametrize("log_every", [10, 1000])
+def test_memory_is_known_whenever_lines_come(log_every, tmp_path):
+    made = recipe(method="petra", log_every=log_every)
+    train(made, tmp_path / "run")
+    run = loop.read_run(tmp_path / "run")
+    assert len(run.memory) == 1 and sum(run.held("activations")) > 0
+    assert [row["step"] for row in rows(tmp_path / "run", "memory")] == [6]  # when it is full
+    assert len(run.timeline) == 1
+    assert math.isfinite(run.train[-1]["loss"])
