@@ -15,6 +15,7 @@ from pipeline.test_trajectory import CUTS, batches, network, rate
 from redivider.pipeline.capturable import reason_against
 from redivider.pipeline.concurrent import Concurrent, num_phases
 from redivider.pipeline.fused import fuse
+from redivider.pipeline.holdings import holdings
 
 OPTIMIZERS = {
     "sgd": lambda stage: torch.optim.SGD(
@@ -209,6 +210,18 @@ def test_rates_that_would_lose_bits_are_a_reason():
     assert "rates would be torch.float32, weights torch.float64" in reason_against(pipe)
     pipe.stages[1].module.float()
     assert reason_against(pipe) is None
+
+
+def test_what_is_held_is_counted_as_in_lockstep():
+    pipes = [build(CUTS[3], recorded=recorded) for recorded in (True, False)]
+    for pipe in pipes:
+        run(pipe, 43)
+    assert pipes[0]._concurrent.is_active
+    ours, theirs = (holdings(pipe) for pipe in pipes)
+    assert [each.activations for each in ours] == [each.activations for each in theirs]
+    # What comes back from graphs shares no memory.
+    assert all(a.messages >= b.messages > 0 for a, b in zip(ours, theirs, strict=True))
+    assert equal(*[run(pipe, 20, start=43) for pipe in pipes])
 
 
 def test_large_messages_are_there_fewer_times(monkeypatch):

@@ -190,6 +190,14 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_bit(method, at, tmp_path, mo
     assert (tmp_path / "parts" / "log.jsonl").read_text() == before
 
 
+def test_quality_is_written_before_a_run_stops(tmp_path, monkeypatch):
+    made = recipe(method="petra", probe_every=4, log_every=1000, evaluate_every=100)
+    stop_after(monkeypatch, 22)
+    with pytest.raises(Stopped):
+        train(made, tmp_path / "run")
+    assert {row["step"] for row in rows(tmp_path / "run", "quality")} == {22}
+
+
 def test_dropout_goes_on_too(tmp_path, monkeypatch):
     options = {"width": 16, "heads": 2, "depth": 1, "dropout": 0.5, "patch_size": 4}
     for method in ("reverse", "petra"):
@@ -340,6 +348,11 @@ else:
     raise SystemExit(1)
 """
         subprocess.run([sys.executable, "-c", code], check=True)
+    (tmp_path / "busy").mkdir()
+    (tmp_path / "busy" / "recipe.json").write_text(made.to_json())
+    (tmp_path / "busy" / "log.jsonl").touch()
+    with locked(tmp_path / "busy"), pytest.raises(TrainError, match="another process"):
+        train(made, tmp_path / "busy", resume=True)
     folders = [train(made, tmp_path / "run", numbered=True).folder.name for _ in range(3)]
     assert folders == ["run", "run-2", "run-3"]
     with pytest.raises(TrainError, match="is there already"):

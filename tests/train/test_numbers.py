@@ -179,3 +179,44 @@ def test_memory_is_known_whenever_lines_come(log_every, tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run", "memory")] == [6]  # when it is full
     assert len(run.timeline) == 1
     assert math.isfinite(run.train[-1]["loss"])
+
+
+def test_memory_is_what_the_stages_hold(tmp_path):
+    made = recipe(method="petra")
+    train(made, tmp_path / "run")
+    engine = build(made)
+    for step in range(6):
+        engine.step(*engine.task.train[step])
+    held = engine.holdings()
+    assert all(each.messages > 0 for each in held)
+    wanted = [each.activations + each.messages for each in held]
+    assert loop.read_run(tmp_path / "run").held("activations") == wanted
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own
+def test_compile_reaches_the_units():
+    for method in ("store", "petra"):
+        engine = build(recipe(method=method, compile=True))
+        compiled = [unit._compiled_call_impl for unit in engine.task.body.units()]
+        assert all(each is not None for each in compiled)
+
+
+def test_channels_last_reaches_images_and_weights():
+    engine = build(recipe(channels_last=True, data="digits"))
+    weights = [each for each in engine.task.model.parameters() if each.dim() == 4]
+    for each in (*weights, engine.task.train[0][0]):
+        assert each.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_threads_are_those_of_the_recipe(tmp_path, monkeypatch):
+    seen = []
+    step = BackpropEngine.step
+
+    def watched(self, x, y):
+        seen.append(torch.get_num_threads())
+        return step(self, x, y)
+
+    monkeypatch.setattr(BackpropEngine, "step", watched)
+    before = torch.get_num_threads()
+    train(recipe(threads=before + 1, epochs=0.05, method="store"), tmp_path / "run")
+    assert set(seen) == {before + 1} and torch.get_num_threads() == before
