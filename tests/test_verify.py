@@ -53,6 +53,17 @@ def test_an_f_that_is_not_deterministic_is_found():
         rd.check_gradients(chain, x)
 
 
+def test_chains_inside_of_a_chain_are_stored_too():
+    """Else the truth that a chain is compared with would be found by reversing."""
+    calls = []
+    inner = rd.Chain([rd.Split(), rd.Coupling(MLP(4)), rd.Fuse()])
+    inner[1].f.register_forward_hook(lambda *_: calls.append(inner.backward))
+    outer = rd.Chain([nn.Linear(3, 8), inner, nn.Linear(8, 2)])
+    rd.check_gradients(outer, torch.randn(5, 3))
+    assert calls == ["reverse", "reverse", "store"]
+    assert inner.backward == outer.backward == "reverse"
+
+
 def test_checking_leaves_everything_as_it_was():
     couplings = [rd.Coupling(f) for f in (ConvNorm(4), ConvNorm(4))]
     units = [nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Dropout(0.5), rd.Split(dim=1), *couplings]

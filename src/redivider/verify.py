@@ -99,8 +99,9 @@ def check_gradients(
     wanted |= {name: each for name, each in chain.named_parameters() if each.requires_grad}
     if not wanted:
         raise ValueError("neither a parameter nor the input requires grad: nothing to compare")
-    got = _gradients(chain, chain.backward, x, side, list(wanted.values()))
-    true = _gradients(chain, "store", x, side, list(wanted.values()))
+    got = _gradients(chain, x, side, list(wanted.values()))
+    with _storing(chain):
+        true = _gradients(chain, x, side, list(wanted.values()))
     if tolerance is None:
         dtype = next(iter(wanted.values())).dtype
         tolerance = 0.0 if chain.arithmetic.exact else GRADIENT_TOLERANCE.get(dtype, 5e-2)
@@ -165,16 +166,24 @@ def _distance(streams: Streams, original: Streams) -> float:
     return float(difference.norm() / scale.norm().clamp_min(1e-300))
 
 
+@contextmanager
+def _storing(chain: Chain) -> Iterator[None]:
+    """Let a chain, and all that are inside of it, run by plain backprop."""
+    configured = [(each, each.backward) for each in chain.modules() if isinstance(each, Chain)]
+    try:
+        for each, _ in configured:
+            each.backward = "store"
+        yield
+    finally:
+        for each, backward in configured:
+            each.backward = backward
+
+
 def _gradients(
-    chain: Chain, backward: str, x: Any, side: dict[str, Any], wanted: Sequence[Tensor]
+    chain: Chain, x: Any, side: dict[str, Any], wanted: Sequence[Tensor]
 ) -> list[Tensor]:
-    configured = chain.backward
     with restored(chain):
-        try:
-            chain.backward = backward
-            outputs = [each for each in tree_leaves(chain(x, **side)) if each.requires_grad]
-        finally:
-            chain.backward = configured
+        outputs = [each for each in tree_leaves(chain(x, **side)) if each.requires_grad]
         # Any cotangent will do that is not constant: a sum would hide rows that are swapped.
         cotangents = [
             torch.linspace(-1, 1, each.numel()).to(each).view_as(each) for each in outputs
