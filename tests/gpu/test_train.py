@@ -1,15 +1,11 @@
 """Training on a GPU: captured steps and ticks, and runs that stop and go on."""
 
-import os
-import signal
-
 import pytest
 import torch
 from safetensors.torch import load_file
-from train.small import recipe, rows
+from train.small import recipe, rows, stop_after
 
 from redivider.train.loop import Stopped, train
-from redivider.train.progress import Progress
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -40,14 +36,7 @@ def test_a_run_that_was_stopped_goes_on(method, tmp_path, monkeypatch):
     torch.backends.cudnn.deterministic = True
     made = recipe(method=method, device="cuda", epochs=2)
     train(made, tmp_path / "whole")
-    advance, count = Progress.advance, iter(range(1, 10**6))
-
-    def advanced(self):
-        advance(self)
-        if next(count) == 101:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(Progress, "advance", advanced)
+    stop_after(monkeypatch, 101)
     with pytest.raises(Stopped):
         train(made, tmp_path / "parts")
     train(made, tmp_path / "parts", resume=True)

@@ -2,12 +2,15 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
+import redivider as rd
+from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
 
 
@@ -32,6 +35,40 @@ def recipe(**options) -> Recipe:
             **options,
         }
     )
+
+
+def model(backward: str = "store") -> rd.Chain:
+    """The same network, made by hand."""
+    return rd.create_model(
+        "revnet18",
+        backward=backward,
+        depths=(1, 1),
+        width=4,
+        num_classes=10,
+        image_size=8,
+        in_channels=1,
+    )
+
+
+def groups(parameters) -> list[dict]:
+    """Its parameters as an optimizer takes them: weights decay, norms and biases do not."""
+    trained = list(parameters)
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 1e-3},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def stop_after(monkeypatch, num: int) -> None:
+    """Send SIGINT after so many micro-batches, once, as Ctrl-C does."""
+    advance, count = Progress.advance, iter(range(1, 10**6))
+
+    def advanced(self):
+        advance(self)
+        if next(count) == num:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Progress, "advance", advanced)
 
 
 def rows(folder: Path, kind: str = "train") -> list[dict]:

@@ -23,30 +23,17 @@ from redivider.train.engine import BackpropEngine
 from redivider.train.errors import TrainError
 from redivider.train.folder import locked
 from redivider.train.loop import Stopped, Training, train
-from redivider.train.progress import Progress
 from redivider.train.recipe import Method
 from redivider.train.runs import read_run
-from train.small import recipe, rows
+from train import small
+from train.small import recipe, rows, stop_after
 
 
-def by_hand(made, num_updates, total):
+def by_hand(num_updates):
     """Plain torch: a model, an optimizer, a loop."""
-    model = rd.create_model(
-        "revnet18",
-        backward="store",
-        depths=(1, 1),
-        width=4,
-        num_classes=10,
-        image_size=8,
-        in_channels=1,
-    )
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+    model = small.model()
     optimizer = torch.optim.SGD(
-        [{"params": decayed, "weight_decay": 1e-3}, {"params": others, "weight_decay": 0}],
-        lr=0.05,
-        momentum=0.9,
-        nesterov=True,
+        small.groups(model.parameters()), lr=0.05, momentum=0.9, nesterov=True
     )
     batches = load("digits", train=True).batches(16, train=True, seed=0)
     warm = 0.1 * len(batches) / 2
@@ -71,8 +58,8 @@ def by_hand(made, num_updates, total):
 def test_the_loop_is_the_one_by_hand(tmp_path):
     made = recipe(method="store")
     result = train(made, tmp_path / "run")
-    total, num_updates = 46, 23  # half of 89 micro-batches, in whole updates
-    model, losses, correct = by_hand(made, num_updates, total)
+    # Half of 89 micro-batches, in whole updates: 46.
+    model, losses, correct = by_hand(23)
     trained = load_file(tmp_path / "run" / "model.safetensors")
     assert trained.keys() == model.state_dict().keys()
     assert all(torch.equal(trained[name], each) for name, each in model.state_dict().items())
@@ -95,15 +82,12 @@ def test_the_loop_is_the_one_by_hand(tmp_path):
 def test_a_pipeline_is_the_one_by_hand(tmp_path):
     made = recipe(method="petra", schedule="constant", warmup=0)
     train(made, tmp_path / "run")
-    model = rd.create_model(
-        "revnet18", depths=(1, 1), width=4, num_classes=10, image_size=8, in_channels=1
-    )
+    model = small.model("reverse")
 
     def optimizer(stage):
-        decayed = [p for p in stage.parameters() if p.dim() > 1]
-        others = [p for p in stage.parameters() if p.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": 1e-3}, {"params": others}]
-        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+        return torch.optim.SGD(
+            small.groups(stage.parameters()), lr=0.05, momentum=0.9, nesterov=True
+        )
 
     pipe = rd.Pipeline(
         model, stages="auto", loss=F.cross_entropy, optimizer=optimizer, accumulate=2, seed=0
@@ -155,18 +139,6 @@ def test_text_and_its_head(tmp_path):
         assert result.score.accuracy is None
         assert result.score.loss < 3.3 < math.log(256)
         assert "head.weight" in load_file(tmp_path / method / "model.safetensors")
-
-
-def stop_after(monkeypatch, num):
-    """Send SIGINT after so many micro-batches, once, as Ctrl-C does."""
-    advance, count = Progress.advance, iter(range(1, 10**6))
-
-    def advanced(self):
-        advance(self)
-        if next(count) == num:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(Progress, "advance", advanced)
 
 
 @pytest.mark.parametrize("method", ["store", "reverse", "petra", "delayed"])

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import redivider as rd
 from redivider.data import load
 from redivider.train import clock, loop
 from redivider.train.engine import BackpropEngine
 from redivider.train.loop import build, num_microbatches, train
 from redivider.train.task import Labels
+from train import small
 from train.small import recipe, rows
 
 
@@ -52,20 +52,8 @@ def test_adamw_and_clipping_by_hand(clip, tmp_path):
         epochs=0.2,
     )
     train(made, tmp_path / "run")
-    model = rd.create_model(
-        "revnet18",
-        backward="store",
-        depths=(1, 1),
-        width=4,
-        num_classes=10,
-        image_size=8,
-        in_channels=1,
-    )
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 1e-3},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.5, 0.7))
+    model = small.model()
+    optimizer = torch.optim.AdamW(small.groups(model.parameters()), lr=3e-3, betas=(0.5, 0.7))
     batches = load("digits", train=True).batches(16, train=True, seed=0)
     for step in range(18):
         x, y = batches[step]
