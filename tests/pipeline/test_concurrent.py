@@ -218,6 +218,7 @@ def test_what_is_held_is_counted_as_in_lockstep():
         run(pipe, 43)
     assert pipes[0]._concurrent.is_active
     ours, theirs = (holdings(pipe) for pipe in pipes)
+    assert not pipes[0]._concurrent.is_active  # what lay about since the recording is not counted
     assert [each.activations for each in ours] == [each.activations for each in theirs]
     # What comes back from graphs shares no memory.
     assert all(a.messages >= b.messages > 0 for a, b in zip(ours, theirs, strict=True))

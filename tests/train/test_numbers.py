@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from data.archives import write_cifar
 from safetensors.torch import load_file
 
 from redivider.data import load
@@ -189,11 +190,14 @@ def test_compile_reaches_the_units():
         assert all(each is not None for each in compiled)
 
 
-def test_channels_last_reaches_images_and_weights():
-    engine = build(recipe(channels_last=True, data="digits"))
-    weights = [each for each in engine.task.model.parameters() if each.dim() == 4]
-    for each in (*weights, engine.task.train[0][0]):
-        assert each.is_contiguous(memory_format=torch.channels_last)
+def test_channels_last_reaches_images_and_weights(tmp_path):
+    write_cifar(tmp_path, "cifar100", "binary", packed=False, num=32)
+    for wanted in (True, False):
+        made = recipe(channels_last=wanted, data="cifar100", data_folder=str(tmp_path))
+        engine = build(made)
+        weight = engine.task.model.get_parameter("block1_1.f.0.conv.weight")
+        for each in (weight, engine.task.train[0][0], engine.task.test[0][0]):
+            assert each.is_contiguous(memory_format=torch.channels_last) == wanted
 
 
 def test_threads_are_those_of_the_recipe(tmp_path, monkeypatch):
