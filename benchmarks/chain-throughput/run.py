@@ -102,7 +102,7 @@ class Network:
         chain.check_every = 0
         self.parameters = list(chain.parameters())
         if compiled:
-            chain.compile()
+            chain.compile(dynamic=False)
         if "gpt" in name:
             self.loss = rd.ChunkedCrossEntropy(chain[-1], chunk=2048)
             chain = chain[:-1]

@@ -119,7 +119,7 @@ def test_dropout_is_replayed_under_autocast(arithmetic):
             pipe.step(*batch(n, "cuda", torch.float32))
         pipe.flush()
     for runs in masks.values():
-        assert len(runs) == 12
+        assert len(runs) == 13  # one of them learned which weights autocast casts
         distinct = [m for i, m in enumerate(runs) if not any(torch.equal(m, o) for o in runs[:i])]
         assert len(distinct) == 6
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from redivider.cli import main
+from redivider.train.compare import variants
 from train.small import command, recipe, rows
 
 RECIPE = Path("recipe.json")
@@ -217,6 +219,16 @@ def test_a_resolved_recipe_can_be_given_back():
     assert main(["train", "recipe.json", "--out", "a", "--epochs", "0.2", "--seed", "3"]) == 0
     assert main(["train", "a/recipe.json", "--out", "b"]) == 0
     assert rows(Path("a")) == rows(Path("b"))
+
+
+def test_comparisons_are_captured_and_probed_pipelines_once_more_without_the_probe():
+    made = recipe(compare=("store", "petra"), device="cuda", probe_every=50)
+    found = variants(made)
+    assert [name for name, _ in found] == ["store", "petra", "petra, captured"]
+    assert all(each.capture for _, each in found)
+    assert [each.probe_every for _, each in found] == [50, 50, 0]
+    for other in ({"probe_every": 0}, {"capture": False}, {"device": "cpu"}):
+        assert [name for name, _ in variants(replace(made, **other))] == ["store", "petra"]
 
 
 def test_compare_and_report(capsys):

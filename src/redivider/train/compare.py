@@ -40,20 +40,20 @@ def compare(
         The folder, and the rows of the table.
     """
     recipe = resolved(recipe)
-    variants = _variants(recipe)
+    runs = variants(recipe)
     if not resume:
-        for _, each in variants:  # none is begun if one of them cannot be
+        for _, each in runs:  # none is begun if one of them cannot be
             build(each)
         folder = claim(folder, numbered=numbered)
         write_whole(folder / RECIPE, recipe.to_json())
     results = {}
     try:
-        for name, each in variants:
+        for name, each in runs:
             where = folder / name.replace(", ", "-")
             results[name] = train(each, where, resume=resume and (where / RECIPE).exists())
         write_report([each.folder for each in results.values()], folder / REPORT)
         rows = []
-        for name, each in variants:
+        for name, each in runs:
             held = read_run(results[name].folder).held("activations")
             depths = {} if "," in name else measure_depths(each)
             rows.append(Row(name, results[name], int(sum(held)) if held else None, depths))
@@ -62,24 +62,15 @@ def compare(
         raise Stopped(str(stopped) or "interrupted", folder) from None
 
 
-def _variants(recipe: Recipe) -> list[tuple[str, Recipe]]:
-    """Each method; on a GPU, the fastest of both kinds once more, captured.
-
-    A pipeline that is probed, and one that is traced, runs tick by tick.
-    """
-    found: list[tuple[str, Recipe]] = [
-        (method, replace(recipe, method=method, compare=(), capture=False))
-        for method in recipe.compare
-    ]
-    if recipe.device.startswith("cuda"):
-        found += [
-            (
-                f"{method}, captured",
-                replace(recipe, method=method, compare=(), capture=True, probe_every=0),
-            )
-            for method in recipe.compare
-            if method in ("store", "petra")
-        ]
+def variants(recipe: Recipe) -> list[tuple[str, Recipe]]:
+    """Each method; on a GPU, pipelines that a probe keeps from being captured once more without."""
+    found: list[tuple[str, Recipe]] = []
+    for method in recipe.compare:
+        each = replace(recipe, method=method, compare=())
+        found.append((method, each))
+        can_capture = each.capture and each.device.startswith("cuda")
+        if each.is_pipeline and each.probe_every and can_capture:
+            found.append((f"{method}, captured", replace(each, probe_every=0)))
     return found
 
 
