@@ -14,6 +14,7 @@ if _TYPE_CHECKING:
     from redivider.drift import DriftWarning as DriftWarning
     from redivider.errors import CaptureError as CaptureError
     from redivider.errors import ChangedError as ChangedError
+    from redivider.errors import PipelineError as PipelineError
     from redivider.errors import UnitError as UnitError
     from redivider.footprint import check_memory as check_memory
     from redivider.footprint import measure_memory as measure_memory
@@ -25,6 +26,7 @@ if _TYPE_CHECKING:
     from redivider.models.cross_entropy import ChunkedCrossEntropy as ChunkedCrossEntropy
     from redivider.pipeline.cut import balance as balance
     from redivider.pipeline.lockstep import Pipeline as Pipeline
+    from redivider.pipeline.processes import DistributedPipeline as DistributedPipeline
     from redivider.verify import check_gradients as check_gradients
     from redivider.verify import check_reversible as check_reversible
 
@@ -37,11 +39,13 @@ _HOMES = {
     "ChunkedCrossEntropy": "models.cross_entropy",
     "Coupling": "coupling",
     "DriftWarning": "drift",
+    "DistributedPipeline": "pipeline.processes",
     "Duplicate": "junction",
     "Fixed": "arithmetic",
     "Float": "arithmetic",
     "Fuse": "junction",
     "Pipeline": "pipeline.lockstep",
+    "PipelineError": "errors",
     "Split": "junction",
     "UnitError": "errors",
     "balance": "pipeline.cut",

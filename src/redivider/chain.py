@@ -14,7 +14,7 @@ Gomez et al. 2017 (RevNet) for reversal, Chen et al. 2016 for checkpoints; for t
 overlap.py. Without grad mode every chain runs as plain modules do, and keeps nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -119,7 +119,7 @@ class Chain(nn.Module):
 
     def forward(self, x: Any, /, **side: Any) -> Any:
         """Run all units on x."""
-        self.verify_keywords(side)
+        verify_keywords(side, self.takes)
         if torch.compiler.is_compiling() and self._is_plain():
             for in_row, units in self.segments():
                 x = widen_streams(x) if in_row else x
@@ -138,19 +138,10 @@ class Chain(nn.Module):
         self.arithmetic = CompiledArithmetic(self.arithmetic, **options)
         self._auto = Auto()  # what was measured before does not count
 
-    def verify_keywords(self, side: dict[str, Any]) -> None:
-        """Refuse keywords that no unit takes."""
-        for name in side:
-            if name not in self.takes:
-                close = get_close_matches(name, self.takes, 1)
-                hint = f"did you mean {close[0]!r}?" if close else "see Coupling(f, takes=...)"
-                known = list(self.takes) or "none"
-                raise TypeError(f"no unit takes the keyword {name!r}, they take {known}; {hint}")
-
     @property
     def takes(self) -> tuple[str, ...]:
         """The keywords that at least one unit takes."""
-        return tuple(dict.fromkeys(name for unit in self for name in getattr(unit, "takes", ())))
+        return takes_of(self)
 
     def units(self) -> Iterator[nn.Module]:
         """The units, in order."""
@@ -277,6 +268,21 @@ def name_unit(index: int, unit: nn.Module, key: str = "") -> str:
     inner = f"({type(unit.f).__name__})" if isinstance(unit, Coupling) else ""
     own = f" ({key})" if key not in ("", str(index)) else ""
     return f"unit {index}{own}, {type(unit).__name__}{inner}"
+
+
+def takes_of(units: Iterable[nn.Module]) -> tuple[str, ...]:
+    """The keywords that at least one unit takes."""
+    return tuple(dict.fromkeys(name for unit in units for name in getattr(unit, "takes", ())))
+
+
+def verify_keywords(side: dict[str, Any], takes: Sequence[str]) -> None:
+    """Refuse keywords that no unit takes."""
+    for name in side:
+        if name not in takes:
+            close = get_close_matches(name, takes, 1)
+            hint = f"did you mean {close[0]!r}?" if close else "see Coupling(f, takes=...)"
+            known = list(takes) or "none"
+            raise TypeError(f"no unit takes the keyword {name!r}, they take {known}; {hint}")
 
 
 def taken(unit: nn.Module, side: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,10 @@ class CaptureError(RuntimeError):
     """A step that cannot be captured, or a captured one that cannot be run so."""
 
 
+class PipelineError(RuntimeError):
+    """A pipeline over several processes cannot go on; the message names the rank that failed."""
+
+
 class ChangedError(RuntimeError):
     """Something that the backward needs was changed since the forward."""
 

@@ -12,7 +12,7 @@ from networks import MLP, vector_chain
 from torch import nn
 
 import redivider as rd
-from redivider.pipeline.cut import balance_of, count_costs, cut_evenly
+from redivider.pipeline.cut import balance_of, count_costs, cut_evenly, loads_of
 
 
 def SGD(stage):
@@ -84,7 +84,7 @@ def test_the_cut_is_told_with_its_balance_and_can_be_pinned(caplog):
         rd.Pipeline(vector_chain(depth=4), stages="auto", loss=F.cross_entropy, optimizer=SGD).cut
         == [1] * 8
     )
-    assert balance_of([1, 1, 2], [2, 1]) == 2.0
+    assert balance_of(loads_of([1, 1, 2], [2, 1])) == 2.0
 
 
 def test_bad_cuts_are_refused():

@@ -78,11 +78,15 @@ def cut_evenly(costs: Sequence[float], stages: int) -> list[int]:
     return [*sizes, num - start]
 
 
-def balance_of(costs: Sequence[float], sizes: Sequence[int]) -> float:
-    """Total cost over the largest stage's: how many times faster than one stage it could be."""
+def loads_of(costs: Sequence[float], sizes: Sequence[int]) -> list[float]:
+    """The cost of each stage."""
     ends = list(accumulate(sizes))
-    sums = [sum(costs[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-    return sum(sums) / max(sums) if max(sums) > 0 else float(len(sizes))
+    return [sum(costs[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
+
+def balance_of(loads: Sequence[float]) -> float:
+    """Total cost over the largest stage's: how many times faster than one stage it could be."""
+    return sum(loads) / max(loads) if max(loads) > 0 else float(len(loads))
 
 
 def count_costs(

@@ -28,7 +28,7 @@ def holdings(pipe: Any) -> list[Holding]:
     A captured tick holds as much in its graphs, and more: it is brought back from there first.
     """
     pipe._leave_graphs()
-    return [_held(stage, pipe._up[i], pipe._down[i]) for i, stage in enumerate(pipe.stages)]
+    return [_held(each, pipe._up[each.index], pipe._down[each.index]) for each in pipe.stages]
 
 
 def _held(stage: Stage, *inboxes: dict[int, Any]) -> Holding:

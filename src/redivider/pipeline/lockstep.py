@@ -19,23 +19,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
-from redivider.chain import Chain
+from redivider.chain import Chain, takes_of, verify_keywords
 from redivider.compiled import CompiledArithmetic, compile_units
 from redivider.errors import naming
 from redivider.pipeline.around import Around
 from redivider.pipeline.capturable import reason_against
 from redivider.pipeline.concurrent import Concurrent
-from redivider.pipeline.cut import units_of
+from redivider.pipeline.cut import balance_of, units_of
 from redivider.pipeline.feed import Feed
 from redivider.pipeline.fused import fuse
 from redivider.pipeline.graphs import CudaGraphs
 from redivider.pipeline.lookahead import LOOKAHEADS, verify_lookahead
 from redivider.pipeline.loss import Loss
 from redivider.pipeline.memory import resolve_method
+from redivider.pipeline.packing import Packing
 from redivider.pipeline.place import group_units, place_units, resolve_cut, verify_unshared
 from redivider.pipeline.probe import Probe
 from redivider.pipeline.snapshot import restore_snapshot, take_snapshot, verify_snapshot
-from redivider.pipeline.stage import Ahead, Clip, Message, Stage
+from redivider.pipeline.stage import Ahead, Clip, Message, Stage, Way
 from redivider.pipeline.state import read_state, write_state
 from redivider.pipeline.tick import Action, actions, delay, num_ticks
 from redivider.pipeline.unit import Flow
@@ -52,6 +53,8 @@ class Tick:
     microbatch: int | None = None
     loss: Tensor | None = None
     aux: Any = None
+    reason: str | None = None
+    """Why there is no loss here, where that is for another reason: it is in another process."""
 
 
 class Pipeline:
@@ -81,6 +84,8 @@ class Pipeline:
             the backward (SGD with momentum, Adam, AdamW); takes a copy of the weights of every
             stage but the last.
         arithmetic: "float" or "fixed", as for a chain.
+        message_dtype: What numbers become between stages: None for what they are, torch.bfloat16,
+            or torch.int8 with a scale for every sample.
         clip_norm: Largest norm of a stage's gradient; None for no clipping.
         clip_over: "stage", or "all": with the other stages' norms at their last updates.
         seed: Of the random numbers, a function of seed, micro-batch and unit; torch's own seed
@@ -89,6 +94,9 @@ class Pipeline:
             stage. Where they cannot be, the log says why (level INFO).
         example: An input by which the work of the units is counted for the cut.
     """
+
+    num_replicas = 1
+    """Pipelines that average their gradients."""
 
     def __init__(
         self,
@@ -103,6 +111,7 @@ class Pipeline:
         latency: int = 1,
         lookahead: Literal["momentum"] | None = None,
         arithmetic: str | Arithmetic = "float",
+        message_dtype: torch.dtype | None = None,
         clip_norm: float | None = None,
         clip_over: Literal["stage", "all"] = "stage",
         seed: int | None = None,
@@ -123,16 +132,24 @@ class Pipeline:
         self.latency = latency
         self.seed = torch.initial_seed() if seed is None else seed
         self.arithmetic = resolve_arithmetic(arithmetic)
-        self.cut, self.balance = resolve_cut(units, stages, example)
+        self.packing = Packing(message_dtype)
+        self.cut, self._loads = resolve_cut(units, stages, example)
+        self.balance = balance_of(self._loads)
         self.lookahead = lookahead
         self._factor = lr_lambda or (lambda update: 1.0)
         self._clip = None if clip_norm is None else Clip(clip_norm, clip_over)
-        self._chain = Chain(units.values(), backward="store", arithmetic=self.arithmetic)
-        self._units = place_units(units, self.cut, self.method, self.arithmetic, self.seed)
-        self.stages = group_units(self._units, self.cut)
-        self._loss = Loss(loss, len(units), self.seed)
-        self._loss.hang_in(self.stages[-1])
-        verify_unshared(self.stages)
+        verify_unshared(units, self.cut, loss)
+        self._unit_names, self._takes = list(units), takes_of(units.values())
+        self._own, draws = self._take_part(units, loss)
+        placed = place_units(units, self.cut, self.method, self.arithmetic, draws, self._own)
+        self.stages = group_units(placed, self.cut, self._own)
+        self._units = {name: each for stage in self.stages for name, each in stage.by_name.items()}
+        modules = {name: each.module for name, each in self._units.items()}
+        self._chain = Chain(modules.values(), backward="store", arithmetic=self.arithmetic)
+        self._loss = Loss(loss, len(units), draws)
+        self._ends_here = self._own[-1] == len(self.cut) - 1
+        if self._ends_here:
+            self._loss.hang_in(self.stages[-1])
         for stage in self.stages:
             stage.module.zero_grad()  # what was left would count as a first backward pass
             if any(each.requires_grad for each in stage.module.parameters()):
@@ -144,8 +161,8 @@ class Pipeline:
         self._first = 0  # the micro-batch that entered at tick 0
         self._entered = 0  # micro-batches since then
         # On their way: by stage, then by micro-batch.
-        self._up: list[dict[int, Message]] = [{} for _ in self.stages]
-        self._down: list[dict[int, Message]] = [{} for _ in self.stages]
+        self._up: list[dict[int, Message]] = [{} for _ in self.cut]
+        self._down: list[dict[int, Message]] = [{} for _ in self.cut]
         self._stopped: str | None = None
         self._probe: Probe | None = None
         self._around = Around()
@@ -179,12 +196,7 @@ class Pipeline:
                 found = self._concurrent.step(x, target, side)
             if found is not None:
                 return Tick(*found)
-        n = self._first + self._entered
-        first = tree_leaves(x)[0]
-        autocast = Autocast(first.device)
-        message = self._up[0][n] = Message(n, Flow(x), autocast, side, target)
-        if self._probe is not None:
-            self._probe.enter(message)
+        self._enter(self._first + self._entered, x, target, side)
         self._entered += 1
         return self._run_tick()
 
@@ -197,7 +209,8 @@ class Pipeline:
         if self._concurrent is not None:
             self._concurrent.forget()
         compile_units((unit.module for unit in self._units.values()), **options)
-        self._loss.module.compile(**options)
+        if self._ends_here:
+            self._loss.module.compile(**options)
         self.arithmetic = CompiledArithmetic(self.arithmetic, **options)
         update = CompiledUpdate(**options)
         for unit in self._units.values():
@@ -214,7 +227,7 @@ class Pipeline:
         self._verify_running()
         self._leave_graphs()
         ticks = []
-        while self._tick < num_ticks(self._entered, len(self.stages), self.latency):
+        while self._tick < num_ticks(self._entered, len(self.cut), self.latency):
             ticks.append(self._run_tick())
         self._first += self._entered
         self._tick = self._entered = 0
@@ -259,6 +272,14 @@ class Pipeline:
         if self._probe is not None:
             self._probe.forget()
 
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The weights and buffers of the uncut model, under its names."""
+        return {
+            f"{name}.{key}": value
+            for name, unit in self._units.items()
+            for key, value in unit.module.state_dict().items()
+        }
+
     def save(self, folder: str | Path) -> None:
         """Write the state to a folder: safetensors (a package to install) and a manifest."""
         self._verify_running()
@@ -271,7 +292,7 @@ class Pipeline:
     @property
     def num_in_flight(self) -> int:
         """Micro-batches that have entered and not yet left."""
-        left = self._tick - delay(0, len(self.stages), self.latency)
+        left = self._tick - delay(0, len(self.cut), self.latency)
         return self._entered - max(0, left)
 
     def __repr__(self) -> str:
@@ -282,11 +303,52 @@ class Pipeline:
             + (f", lookahead={self.lookahead!r})" if self.lookahead else ")")
         )
 
+    def _take_part(self, units: dict[str, nn.Module], loss: Any) -> tuple[range, int]:
+        """Which stages are here: all of them; and the seed of what is drawn in them."""
+        return range(len(self.cut)), self.seed
+
+    def _enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> None:
+        """Let a micro-batch in."""
+        autocast = Autocast(tree_leaves(x)[0].device)
+        message = self._up[0][n] = Message(n, Flow(x), autocast, side, target)
+        if self._probe is not None:
+            self._probe.enter(message)
+
+    def _deliver(self, way: Way, j: int, message: Message) -> None:
+        """Bring a message to a stage."""
+        inboxes = self._up if way == "up" else self._down
+        inboxes[j][message.microbatch] = message.rounded(self.packing)
+
+    def _fetch(self, way: Way, j: int, n: int) -> Message:
+        """Take a message that has come to a stage."""
+        return (self._up if way == "up" else self._down)[j].pop(n)
+
+    def _in_flight(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
+        """The side inputs and the autocast settings of every micro-batch in flight."""
+        inboxes = (*self._up, *self._down)
+        return {n: (m.side, m.autocast) for inbox in inboxes for n, m in inbox.items()}
+
+    def _targets(self) -> dict[int, Any]:
+        """The targets of those that have not met their loss."""
+        return {n: each.target for inbox in self._up for n, each in inbox.items()}
+
+    def _end_tick(self) -> None:
+        """All actions of a tick are done, and no update yet."""
+
+    def _norms(self) -> list[Tensor]:
+        """Of the gradients of all stages, at their last updates."""
+        return [stage.norm for stage in self.stages]
+
+    def _stage(self, j: int) -> Stage:
+        return self.stages[j - self._own.start]
+
     def _run_tick(self) -> Tick:
         result = Tick()
         with self._stopping():
-            due = actions(self._tick, len(self.stages), self.latency, self._entered)
+            due = actions(self._tick, len(self.cut), self.latency, self._entered)
             for kind, j, local in due:
+                if j not in self._own:
+                    continue
                 n = self._first + local
                 start = time.perf_counter()
                 with self._around.lane(kind, j):
@@ -297,18 +359,19 @@ class Pipeline:
                 if self.observer is not None:
                     self.observer(Action(kind, j, n), start)
             self._tick += 1
+            self._end_tick()
             self._update([s for s in self.stages if s.num_pending == self.accumulate])
         return result
 
     def _forward(self, j: int, n: int) -> Tick | None:
-        stage, message = self.stages[j], self._up[j].pop(n)
+        stage, message = self._stage(j), self._fetch("up", j, n)
         if self._probe is None:
             message = stage.run_forward(message)
         else:
             with self._probe.watching_forward(stage, n) as seen:
                 message = seen["sent"] = stage.run_forward(message)
-        if j + 1 < len(self.stages):
-            self._up[j + 1][n] = message
+        if j + 1 < len(self.cut):
+            self._deliver("up", j + 1, message)
             return None
         with naming(f"stage {j}, loss, micro-batch {n}"), message.autocast.again():
             down, loss, aux = self._loss.run(message, self.arithmetic, self._around.guard)
@@ -316,17 +379,17 @@ class Pipeline:
         return Tick(n, loss, aux)
 
     def _backward(self, j: int, n: int) -> None:
-        stage, message = self.stages[j], self._down[j].pop(n)
+        stage, message = self._stage(j), self._fetch("down", j, n)
         watching = (
             nullcontext() if self._probe is None else self._probe.watching_backward(stage, message)
         )
         with watching:
             message = stage.run_backward(message)
         if j > 0:
-            self._down[j - 1][n] = message
+            self._deliver("down", j - 1, message)
 
     def _update(self, stages: Sequence[Stage]) -> None:
-        norms = [stage.norm for stage in self.stages]  # as known when the tick began
+        norms = self._norms()  # as known when the tick began
         for stage in stages:
             others = [norm for j, norm in enumerate(norms) if j != stage.index]
             with self._around.lane("U", stage.index):
@@ -339,7 +402,7 @@ class Pipeline:
                 self._concurrent.leave()
 
     def _verify_side(self, side: dict[str, Any]) -> None:
-        self._chain.verify_keywords(side)
+        verify_keywords(side, self._takes)
         for name, value in side.items():
             if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(value)):
                 raise ValueError(

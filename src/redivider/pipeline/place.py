@@ -1,6 +1,6 @@
 """Units at their places: which stage each is in, and what it follows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ from torch import nn
 from redivider.arithmetic import Arithmetic
 from redivider.chain import name_unit
 from redivider.coupling import Coupling
-from redivider.pipeline.cut import balance_of, count_costs, cut_evenly
+from redivider.pipeline.cut import count_costs, cut_evenly, loads_of
 from redivider.pipeline.memory import Method
 from redivider.pipeline.stage import Stage
 from redivider.pipeline.unit import Unit
@@ -17,8 +17,8 @@ from redivider.pipeline.unit import Unit
 
 def resolve_cut(
     units: dict[str, nn.Module], stages: int | Sequence[int] | str, example: Any
-) -> tuple[list[int], float]:
-    """The sizes of the stages, and their balance."""
+) -> tuple[list[int], list[float]]:
+    """The sizes of the stages, and what each of them costs."""
     by = "units" if example is None else "work"
     costs = count_costs(list(units.values()), by, example)
     if isinstance(stages, str):
@@ -34,7 +34,7 @@ def resolve_cut(
                 f"the sizes of the stages, {sizes}, must be at least 1 and add up to the number of "
                 f"units, {len(units)}; rd.balance(model, {len(sizes)}) gives such a list"
             )
-    return sizes, balance_of(costs, sizes)
+    return sizes, loads_of(costs, sizes)
 
 
 def place_units(
@@ -43,10 +43,12 @@ def place_units(
     method: Method,
     arithmetic: Arithmetic,
     seed: int,
+    own: range,
 ) -> dict[str, Unit]:
-    """Give every unit what it must know of its place."""
+    """Give every unit of the stages that are here what it must know of its place."""
     modules = list(units.values())
     last = len(modules) - cut[-1]  # the first unit of the last stage
+    here = units_of_stages(cut, own)
     return {
         name: Unit(
             module,
@@ -59,29 +61,42 @@ def place_units(
             at_the_end=index >= last,
         )
         for index, (name, module) in enumerate(units.items())
+        if index in here
     }
 
 
-def group_units(units: dict[str, Unit], cut: Sequence[int]) -> list[Stage]:
-    """Make the stages of a cut."""
+def units_of_stages(cut: Sequence[int], stages: range) -> range:
+    """The indices of the units of consecutive stages."""
+    return range(sum(cut[: stages.start]), sum(cut[: stages.stop]))
+
+
+def group_units(units: dict[str, Unit], cut: Sequence[int], own: range) -> list[Stage]:
+    """Make those stages of a cut that are here."""
     named = list(units.items())
-    ends = accumulate(cut)
+    sizes = cut[own.start : own.stop]
     return [
         Stage(j, dict(named[end - size : end]))
-        for j, (size, end) in enumerate(zip(cut, ends, strict=True))
+        for j, size, end in zip(own, sizes, accumulate(sizes), strict=True)
     ]
 
 
-def verify_unshared(stages: Sequence[Stage]) -> None:
+def verify_unshared(
+    units: dict[str, nn.Module], cut: Sequence[int], loss: Callable[..., Any]
+) -> None:
     """Refuse a parameter that two stages would train: they do so at different times."""
+    named = list(units.items())
+    if isinstance(loss, nn.Module):
+        named.append(("loss", loss))
+    stages = [j for j, size in enumerate(cut) for _ in range(size)] + [len(cut) - 1]
     owners: dict[int, tuple[int, str]] = {}
-    for stage in stages:
-        for name, parameter in stage.module.named_parameters():
-            j, other = owners.setdefault(id(parameter), (stage.index, name))
-            if j != stage.index:
+    for j, (unit, module) in zip(stages, named, strict=False):
+        for key, parameter in module.named_parameters():
+            name = f"{unit}.{key}"
+            first, other = owners.setdefault(id(parameter), (j, name))
+            if first != j:
                 raise ValueError(
-                    f"the parameter {name!r} of stage {stage.index} is also {other!r} of stage "
-                    f"{j}: stages update at different times, so they cannot share it; untie it, or "
+                    f"the parameter {name!r} of stage {j} is also {other!r} of stage {first}: "
+                    "stages update at different times, so they cannot share it; untie it, or "
                     "put both units into one stage"
                 )
 

@@ -8,33 +8,48 @@ from torch.utils._pytree import tree_map_only
 
 from redivider.pipeline.stage import Message
 from redivider.pipeline.state import StateError
+from redivider.replay.autocast import Autocast
 
-FORMAT = "redivider pipeline 2"
+FORMAT = "redivider pipeline 3"
 
 
 def take_snapshot(pipe: Any) -> dict[str, Any]:
     """Copy everything: weights, optimizers, and all that is in flight."""
     state = {
         "format": FORMAT,
-        "pipeline": _configuration(pipe),
+        "pipeline": configuration(pipe),
         "cut": pipe.cut,
         "tick": pipe._tick,
         "first": pipe._first,
         "entered": pipe._entered,
-        "up": [[each.state_dict() for each in inbox.values()] for inbox in pipe._up],
-        "down": [[each.state_dict() for each in inbox.values()] for inbox in pipe._down],
-        "stages": [stage.state_dict_of_training() for stage in pipe.stages],
+        "microbatches": {
+            n: {"side": side, "autocast": autocast.settings}
+            for n, (side, autocast) in pipe._in_flight().items()
+        },
+        "targets": pipe._targets(),
+        "stages": {
+            stage.index: stage.state_dict_of_training()
+            | {
+                "up": [each.state_dict() for each in pipe._up[stage.index].values()],
+                "down": [each.state_dict() for each in pipe._down[stage.index].values()],
+            }
+            for stage in pipe.stages
+        },
         "units": {name: unit.state_dict() for name, unit in pipe._units.items()},
-        "loss": pipe._loss.state_dict(),
     }
+    if pipe._ends_here:
+        state["loss"] = pipe._loss.state_dict()
     return _copied(state)
 
 
 def verify_snapshot(pipe: Any, state: Any) -> None:
     """Refuse a state that is of another pipeline, or none."""
+    if isinstance(state, dict) and "columns" in state:
+        num = len(state["columns"])
+        raise StateError(f"the state is of {num} replicas; go on with as many")
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise StateError(f"this is not a state of a pipeline in the format {FORMAT!r}")
-    for key, mine in _configuration(pipe).items():
+    for key, mine in configuration(pipe).items():
         other = state["pipeline"][key]
         if other != mine:
             raise StateError(f"the state is of another pipeline: its {key} is {other}, not {mine}")
@@ -44,6 +59,8 @@ def verify_snapshot(pipe: Any, state: Any) -> None:
             f"stages={state['cut']}"
         )
     for name, unit in pipe._units.items():
+        if name not in state["units"]:
+            raise StateError(f"{unit.name} is not in the state: it is that of another process")
         mine = {key: tuple(each.shape) for key, each in unit.module.state_dict().items()}
         saved = state["units"][name]["weights"]
         other = {key: tuple(each.shape) for key, each in saved.items()}
@@ -56,30 +73,35 @@ def restore_snapshot(pipe: Any, state: dict[str, Any]) -> None:
     state = _copied(state)
     device = next(pipe._chain.parameters(), torch.empty(0)).device
     # A state from disk, or from another device, follows the model; optimizers see to their own.
-    stages, state = state["stages"], tree_map_only(Tensor, lambda t: t.to(device), state)
-    for inboxes, saved in ((pipe._up, state["up"]), (pipe._down, state["down"])):
-        for inbox, messages in zip(inboxes, saved, strict=True):
-            inbox.clear()
-            inbox |= {each["microbatch"]: Message.from_state(each, device) for each in messages}
-    sides = {n: m.side for inbox in (*pipe._up, *pipe._down) for n, m in inbox.items()}
+    trainings, state = state["stages"], tree_map_only(Tensor, lambda t: t.to(device), state)
+    targets, sides = state["targets"], {n: e["side"] for n, e in state["microbatches"].items()}
+    autocasts = {n: Autocast(device, e["autocast"]) for n, e in state["microbatches"].items()}
+    for stage in pipe.stages:
+        for key, inboxes in (("up", pipe._up), ("down", pipe._down)):
+            inbox = inboxes[stage.index] = {}
+            for each in state["stages"][stage.index][key]:
+                n = each["microbatch"]
+                inbox[n] = Message.from_state(each, autocasts[n], sides[n], targets.get(n))
+        stage.load_training(trainings[stage.index])
     for name, unit in pipe._units.items():
         unit.load_state_dict(state["units"][name], sides, device)
-    for stage, training in zip(pipe.stages, stages, strict=True):
-        stage.load_training(training)
-    pipe._loss.load_state_dict(state["loss"])
+    if pipe._ends_here:
+        pipe._loss.load_state_dict(state["loss"])
     pipe._tick, pipe._first, pipe._entered = state["tick"], state["first"], state["entered"]
 
 
-def _configuration(pipe: Any) -> dict[str, Any]:
+def configuration(pipe: Any) -> dict[str, Any]:
     """What must be the same for a state to fit."""
     return {
-        "units": list(pipe._units),
+        "units": pipe._unit_names,
         "method": pipe.method.name,
         "accumulate": pipe.accumulate,
         "latency": pipe.latency,
         "lookahead": pipe.lookahead,
         "seed": pipe.seed,
         "arithmetic": str(pipe.arithmetic),
+        "message_dtype": str(pipe.packing.dtype),
+        "replicas": pipe.num_replicas,
     }
 
 

@@ -4,8 +4,8 @@ A stage works by the weights as they were when the tick began; its update comes 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,12 @@ from redivider.pipeline.casts import refresh
 from redivider.pipeline.dense import dense
 from redivider.pipeline.fused import unfused_where_new
 from redivider.pipeline.lookahead import Prediction, predict
+from redivider.pipeline.packing import Packing
 from redivider.pipeline.unit import Flow, Unit
 from redivider.pipeline.update import CompiledUpdate
 from redivider.replay.autocast import Autocast
+
+Way: TypeAlias = Literal["up", "down"]
 
 
 @dataclass
@@ -44,26 +47,29 @@ class Message:
         flow = Flow(value, self.flow.dtype)
         return Message(microbatch, flow, self.autocast, side, target, grads)
 
+    def rounded(self, packing: Packing) -> "Message":
+        """What arrives of it at the next stage."""
+        if packing.dtype is None:
+            return self
+        flow = Flow(packing.rounded(self.flow.value), self.flow.dtype)
+        return replace(self, flow=flow, grads=packing.rounded(self.grads))
+
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain data and tensors."""
+        """As plain data and tensors; what it has of its micro-batch is saved with that."""
         return {
             "microbatch": self.microbatch,
             "value": self.flow.value,
             "dtype": self.flow.dtype,
-            "autocast": self.autocast.settings,
-            "side": self.side,
-            "target": self.target,
             "grads": self.grads,
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], device: torch.device) -> "Message":
+    def from_state(
+        cls, state: dict[str, Any], autocast: Autocast, side: dict[str, Any], target: Any
+    ) -> "Message":
         """Build it again."""
-        autocast = Autocast(device)
-        autocast.settings = state["autocast"]
         flow = Flow(state["value"], state["dtype"])
-        n, side = state["microbatch"], state["side"]
-        return cls(n, flow, autocast, side, state["target"], state["grads"])
+        return cls(state["microbatch"], flow, autocast, side, target, state["grads"])
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,7 @@ class Stage:
 
     def __init__(self, index: int, units: dict[str, Unit]) -> None:
         self.index = index
+        self.by_name = units
         self.units = list(units.values())
         self.module = nn.Module()
         for name, unit in units.items():
@@ -110,6 +117,8 @@ class Stage:
         self.norm = torch.zeros((), dtype=like.dtype, device=like.device)
         """Of the gradient at the last update, before clipping."""
         self.compiled_update: CompiledUpdate | None = None
+        self.average: Callable[[nn.Module, Sequence[Tensor]], None] | None = None
+        """Averages gradients, and running statistics, over replicas, where there are some."""
         self.ahead: Ahead | None = None
         """How far a forward looks ahead, if it does."""
         self._predicted: tuple[int, Prediction | None] = (0, None)
@@ -169,6 +178,8 @@ class Stage:
         grads = [each.grad for each in self.module.parameters() if each.grad is not None]
         if grads and self.num_pending > 1:
             torch._foreach_div_(grads, self.num_pending)
+        if self.average is not None:
+            self.average(self.module, grads)
         if clip is not None:
             self._clip(grads, clip, other_norms)
         for unit in self.units:

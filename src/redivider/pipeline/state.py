@@ -2,17 +2,17 @@
 
 A state is a tree of plain data and tensors. Its tensors go into one safetensors file for each unit
 and each stage; the rest, with the place of every tensor and the SHA-256 of every file, into the
-manifest. Nothing is ever unpickled.
+manifest. Nothing is ever unpickled. Several processes may each write a part of a state: they fill
+one folder, and the first of them writes the manifest.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,26 +26,113 @@ class StateError(ValueError):
     """A state is damaged, not ours, or does not fit; nothing was changed."""
 
 
-def write_state(folder: str | Path, state: dict[str, Any]) -> None:
-    """Write a state; a folder that exists is replaced when the new one is complete."""
-    folder = Path(folder)
+class Writers(Protocol):
+    """The processes that write one state together."""
+
+    is_first: bool
+
+    def tell_all(self, text: str) -> list[str]:
+        """Give a text to all, and get everybody's, in one order."""
+
+
+class Alone:
+    """One process."""
+
+    is_first = True
+
+    def tell_all(self, text: str) -> list[str]:
+        return [text]
+
+
+def write_state(folder: str | Path, state: dict[str, Any], writers: Writers | None = None) -> None:
+    """Write a state; a folder that exists is replaced when the new one is complete.
+
+    Args:
+        folder: Where to; on a disk that all writers share.
+        state: All of it, or this process's part.
+        writers: Those who write with it; each calls this.
+    """
+    folder, writers = Path(folder), writers or Alone()
+    try:
+        # The first one's number, since there may be several machines.
+        number = _all_well(writers, lambda: str(_make_new(folder)) if writers.is_first else "")[0]
+        new = _beside(folder, "new", number)
+        parts = _all_well(writers, lambda: json.dumps(_write_part(new, state)))
+        _all_well(writers, lambda: _finish(folder, new, parts) if writers.is_first else "")
+    except BaseException:
+        if writers.is_first:
+            shutil.rmtree(_beside(folder, "new", str(os.getpid())), ignore_errors=True)
+        raise
+
+
+def _all_well(writers: Writers, do: Callable[[], str]) -> list[str]:
+    """Do something in every process, and go on in all of them or in none."""
+    error: Exception | None = None
+    try:
+        text = json.dumps(["done", do()])
+    except (OSError, StateError) as raised:
+        error, text = raised, json.dumps([type(raised).__name__, str(raised)])
+    found = [json.loads(each) for each in writers.tell_all(text)]
+    if error is not None:
+        raise error
+    for rank, (kind, said) in enumerate(found):
+        if kind != "done":
+            raise (StateError if kind == "StateError" else OSError)(f"rank {rank}: {said}")
+    return [said for _, said in found]
+
+
+def _make_new(folder: Path) -> int:
     if folder.exists() and not (folder / MANIFEST).exists():
         raise StateError(f"{folder} exists and holds no state; choose another folder")
-    with _beside(folder) as new:
-        files: dict[str, dict[str, Tensor]] = {}
-        tree = _encode(state, "pipeline", files)
-        sums = {}
-        for name, tensors in files.items():
-            path = new / f"{name}.safetensors"
-            # Tensors may share memory (a stream travels up and is kept); a file has each once.
-            write_tensors(path, tensors)
-            sums[path.name] = _sha256(path)
-        text = json.dumps({"files": sums, "tree": tree}, indent=1)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        (new / MANIFEST).write_text(f"{digest}\n{text}")
-        for path in (*new.iterdir(), new):  # on the disk before the name is: power may fail
-            _sync(path)
+    _beside(folder, "new", str(os.getpid())).mkdir(parents=True)
+    return os.getpid()
+
+
+def _write_part(new: Path, state: dict[str, Any]) -> dict[str, Any]:
+    files: dict[str, dict[str, Tensor]] = {}
+    tree = _encode(state, (), files)
+    sums = {}
+    for name, tensors in files.items():
+        path = new / f"{name}.safetensors"
+        # Tensors may share memory (a stream travels up and is kept); a file has each once.
+        write_tensors(path, tensors)
+        sums[path.name] = _sha256(path)
+        _sync(path)
+    return {"files": sums, "tree": tree}
+
+
+def _finish(folder: Path, new: Path, parts: list[str]) -> str:
+    """Write the manifest of all parts, and put the folder in its place."""
+    merged: dict[str, Any] = {"files": {}, "tree": ["dict"]}
+    for part in map(json.loads, parts):
+        merged["files"] |= part["files"]
+        merged["tree"] = _merge(merged["tree"], part["tree"])
+    text = json.dumps(merged, indent=1)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (new / MANIFEST).write_text(f"{digest}\n{text}")
+    for path in (new / MANIFEST, new):  # on the disk before the name is: power may fail
+        _sync(path)
+    old = _beside(folder, "old", str(os.getpid()))
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
     _sync(folder.parent)
+    return ""
+
+
+def _merge(one: Any, other: Any) -> Any:
+    """Two encoded trees in one: what is in both must be a dictionary, or the same."""
+    if not (isinstance(one, list) and isinstance(other, list) and one[0] == other[0] == "dict"):
+        if one != other:
+            raise StateError(f"processes have written different states: {one} and {other}")
+        return one
+    found = {json.dumps(key): [key, value] for key, value in one[1:]}
+    for key, value in other[1:]:
+        mine = found.setdefault(json.dumps(key), [key, value])
+        if mine[1] is not value:
+            mine[1] = _merge(mine[1], value)
+    return ["dict", *found.values()]
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -59,11 +146,31 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         raise OSError(str(error)) from error
 
 
-def read_state(folder: str | Path) -> dict[str, Any]:
-    """Read a state back, whole and undamaged or not at all."""
+def read_state(
+    folder: str | Path,
+    wanted: Callable[[tuple[Any, ...]], bool] = lambda path: True,
+    readers: Writers | None = None,
+) -> dict[str, Any]:
+    """Read a state back, whole and undamaged or not at all.
+
+    Args:
+        folder: Where it is.
+        wanted: Whether what lies under these keys is to be read; files of others are left alone.
+        readers: Those who read their parts with it; if one of them cannot, none does.
+    """
+    found: list[dict[str, Any]] = []
+
+    def read() -> str:
+        found.append(_read_part(Path(folder), wanted))
+        return ""
+
+    _all_well(readers or Alone(), read)
+    return found[0]
+
+
+def _read_part(folder: Path, wanted: Callable[[tuple[Any, ...]], bool]) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    folder = Path(folder)
     try:
         digest, _, text = (folder / MANIFEST).read_text().partition("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -71,24 +178,44 @@ def read_state(folder: str | Path) -> dict[str, Any]:
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise StateError(f"{folder / MANIFEST} is damaged or cut short: its checksum is wrong")
     manifest = json.loads(text)
+    tree = _prune(manifest["tree"], (), wanted)
     files = {}
-    for name, sha256 in manifest["files"].items():
-        path = folder / name
+    for name in sorted(set(_files(tree))):
+        path = folder / f"{name}.safetensors"
         if not path.exists():
             raise StateError(f"{path} is missing")
-        if _sha256(path) != sha256:
+        if _sha256(path) != manifest["files"][path.name]:
             raise StateError(f"{path} is damaged or cut short: its checksum is wrong")
-        files[name.removesuffix(".safetensors")] = load_file(path)
-    state: dict[str, Any] = _decode(manifest["tree"], files)
+        files[name] = load_file(path)
+    state: dict[str, Any] = _decode(tree, files)
     return state
 
 
-def _encode(value: Any, file: str, files: dict[str, dict[str, Tensor]]) -> Any:
+def _prune(tree: Any, path: tuple[Any, ...], wanted: Callable[[tuple[Any, ...]], bool]) -> Any:
+    if not (isinstance(tree, list) and tree[0] == "dict"):
+        return tree
+    pairs = ((key, value, (*path, _decode(key, {}))) for key, value in tree[1:])
+    return ["dict", *([key, _prune(v, keys, wanted)] for key, v, keys in pairs if wanted(keys))]
+
+
+def _files(tree: Any) -> Iterator[str]:
+    """The files of the tensors in an encoded tree."""
+    if isinstance(tree, list):
+        if tree[0] == "tensor":
+            yield tree[1]
+        else:
+            for each in tree[1:]:
+                for part in each if tree[0] == "dict" else [each]:
+                    yield from _files(part)
+
+
+def _encode(value: Any, path: tuple[Any, ...], files: dict[str, dict[str, Tensor]]) -> Any:
     """JSON of a tree; what JSON has no word for becomes a list that begins with one."""
     match value:
         case None | bool() | int() | float() | str():
             return value
         case Tensor():
+            file = _file(path)
             tensors = files.setdefault(file, {})
             key = str(len(tensors))
             # A file has no strides: it has the dimensions in the order in which they lie.
@@ -99,12 +226,11 @@ def _encode(value: Any, file: str, files: dict[str, dict[str, Tensor]]) -> Any:
             return ["dtype", str(value).removeprefix("torch.")]
         case tuple() | list():
             word = "tuple" if isinstance(value, tuple) else "list"
-            return [word, *(_encode(each, _file(file, i), files) for i, each in enumerate(value))]
+            return [word, *(_encode(each, (*path, i), files) for i, each in enumerate(value))]
         case dict():
-            pairs = value.items()
             return [
                 "dict",
-                *([_encode(k, file, files), _encode(v, _file(file, k), files)] for k, v in pairs),
+                *([_encode(k, (), {}), _encode(v, (*path, k), files)] for k, v in value.items()),
             ]
     raise StateError(
         f"a state cannot hold a {type(value).__name__}; targets, side inputs and optimizer options "
@@ -112,11 +238,16 @@ def _encode(value: Any, file: str, files: dict[str, dict[str, Tensor]]) -> Any:
     )
 
 
-def _file(file: str, key: Any) -> str:
-    """Units and stages have a file each; deeper levels stay in that of their unit or stage."""
-    if file == "pipeline" and key in ("units", "stages"):
-        return str(key)
-    return f"{file[:-1]}-{key}" if file in ("units", "stages") else file
+def _file(path: tuple[Any, ...]) -> str:
+    """Units and stages have a file each, and so has whatever else stands at the top."""
+    keys, prefix = [str(key) for key in path], ""
+    if keys[0] == "engine":  # of a run, which saves more than a pipeline's state
+        keys = keys[1:]
+    if keys[0] == "columns":
+        prefix, keys = f"column-{keys[1]}-", keys[2:]
+    if keys[0] in ("units", "stages") and len(keys) > 1:
+        return f"{prefix}{keys[0][:-1]}-{keys[1]}"
+    return prefix + keys[0]
 
 
 def _decode(value: Any, files: dict[str, dict[str, Tensor]]) -> Any:
@@ -152,17 +283,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@contextmanager
-def _beside(folder: Path) -> Iterator[Path]:
-    """A new folder beside this one, which takes its place at the end, or vanishes on an error."""
-    new = folder.with_name(f".{folder.name}.new-{os.getpid()}")
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    new.mkdir(parents=True)
-    try:
-        yield new
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+def _beside(folder: Path, what: str, number: str) -> Path:
+    """Where a new folder is made ready, and where an old one goes, beside this one."""
+    return folder.with_name(f".{folder.name}.{what}-{number}")

@@ -177,6 +177,15 @@ class Unit:
         self.weights.give_back(kept.version)
         return below, grads
 
+    def evaluate(self, flow: Flow, side: dict[str, Any]) -> Flow:
+        """Run the unit by the weights of now, for its output alone."""
+        flow = self._enter_row(flow) if self.is_coupling and not self._in_row else flow
+        output = self._inner(self._argument(flow), **taken(self.module, side))
+        if not self.is_coupling:
+            return Flow(output)
+        a, b = flow.value
+        return Flow((self._sound(self.arithmetic.add(b, output), output), a), flow.dtype)
+
     def _try(self, call: Call, tensors: Sequence[Tensor], microbatch: int) -> None:
         """Run the unit for nothing: buffers and random numbers are then as before."""
         before = [(each, each.clone()) for each in self._inner.buffers()]

@@ -7,11 +7,18 @@ import torch
 
 
 class Autocast:
-    """The autocast settings around a run, for its device and the CPU."""
+    """The autocast settings around a run, for its device and the CPU.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: Where it runs.
+        settings: Those of another time, instead of now.
+    """
+
+    def __init__(
+        self, device: torch.device, settings: dict[str, tuple[bool, torch.dtype]] | None = None
+    ) -> None:
         self._kind = device.type
-        self.settings = {
+        self.settings = settings or {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {"cpu", device.type}
             if torch.amp.is_autocast_available(kind)

@@ -1,0 +1,67 @@
+"""Networks and runs for pipelines over processes, the same in one process and in several."""
+
+import torch
+import torch.nn.functional as F
+from networks import MLP, Attention, Buffered
+from torch import nn
+
+import redivider as rd
+
+NUM_UNITS = 9
+
+
+class Flat(nn.Module):
+    def forward(self, streams):
+        return torch.cat(streams, -1).mean(1)
+
+
+def model(dropout: float = 0.3, norm: bool = True) -> rd.Chain:
+    """Dropout, batch norm, a moving buffer and a mask: everything that has a state."""
+    torch.manual_seed(0)
+    units = [
+        nn.Linear(5, 8),
+        rd.Duplicate(),
+        rd.Coupling(MLP(8, dropout=dropout)),
+        rd.Coupling(Attention(8), takes=("mask",)),
+        rd.Coupling(Buffered(8) if norm else MLP(8)),
+        rd.Coupling(MLP(8)),
+        Flat(),
+        nn.BatchNorm1d(16) if norm else nn.LayerNorm(16),
+        nn.Linear(16, 3),
+    ]
+    return rd.Chain(units)
+
+
+def batch(n: int, size: int = 4, data_rank: int = 0):
+    """Another one for every micro-batch, and every replica."""
+    generator = torch.Generator().manual_seed(1000 * data_rank + n)
+    x = torch.randn(size, 6, 5, generator=generator)
+    mask = torch.rand(6, 6, generator=generator)
+    return x, torch.randint(3, (size,), generator=generator), mask
+
+
+def sgd(stage: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(stage.parameters(), lr=0.05, momentum=0.9)
+
+
+def options(**changes):
+    return {
+        "loss": F.cross_entropy,
+        "optimizer": sgd,
+        "lr_lambda": lambda update: 1 / (1 + 0.1 * update),
+        "seed": 7,
+        **changes,
+    }
+
+
+def run(pipe, first: int, last: int, data_rank: int = 0, size: int = 4) -> list:
+    """Feed micro-batches; the losses that became known."""
+    ticks = []
+    for n in range(first, last):
+        x, target, mask = batch(n, size, data_rank)
+        ticks.append(pipe.step(x, target, mask=mask))
+    return [(each.microbatch, each.loss) for each in ticks if each.loss is not None]
+
+
+def finish(pipe) -> list:
+    return [(each.microbatch, each.loss) for each in pipe.flush(update=True)]
