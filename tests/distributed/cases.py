@@ -36,7 +36,7 @@ def batch(n: int, size: int = 4, data_rank: int = 0):
     """Another one for every micro-batch, and every replica."""
     generator = torch.Generator().manual_seed(1000 * data_rank + n)
     x = torch.randn(size, 6, 5, generator=generator)
-    mask = torch.rand(6, 6, generator=generator)
+    mask = torch.rand(6, 6, generator=torch.Generator().manual_seed(-n - 1))
     return x, torch.randint(3, (size,), generator=generator), mask
 
 

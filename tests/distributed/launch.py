@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 
 def launch(function: Callable[..., Any], folder: Path, *args: Any, world_size: int = 2) -> list:
     """Call `function(rank, *args)` in each process; raise if any of them raised."""
+    folder.mkdir(exist_ok=True)
     context = mp.get_context("spawn")
     processes = [
         context.Process(target=_work, args=(function, rank, world_size, str(folder), args))

@@ -1,12 +1,16 @@
 """A pipeline over processes: the numbers of one process, to the last bit."""
 
+import gc
+
 import pytest
 import torch
+from pipeline.reference import METHODS
+from torch.distributed.device_mesh import init_device_mesh
 
 import redivider as rd
-from distributed.cases import batch, finish, model, options, run
+from distributed.cases import batch, finish, model, options, run, sgd
 from distributed.launch import launch
-from pipeline.reference import METHODS
+from redivider.initial import materialise
 
 
 def train(rank, cases):
@@ -73,3 +77,164 @@ def test_four_processes(tmp_path):
         {"stages": 7, "clip_norm": 0.5, "clip_over": "all", "accumulate": 3},
     ]
     compare(cases, 4, tmp_path)
+
+
+def save(rank, changes, folder, num):
+    pipe = rd.DistributedPipeline(model(), **options(**changes))
+    losses = run(pipe, 0, num)
+    pipe.save(folder)
+    losses += run(pipe, num, 40)  # saving disturbs nothing
+    losses += finish(pipe)
+    return losses, pipe.full_state_dict()
+
+
+def go_on(rank, changes, folder, num, first):
+    pipe = rd.DistributedPipeline(model(dropout=0.3), **options(**changes))
+    run(pipe, 0, first)  # forgotten
+    pipe.load(folder)
+    losses = run(pipe, num, 40) + finish(pipe)
+    return losses, pipe.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stages": 5, "latency": 2},
+        {"stages": [1, 2, 2, 2, 2], "method": "delayed-graph", "accumulate": 3},
+    ],
+    ids=str,
+)
+def test_saved_on_four_processes_it_goes_on_on_two_and_on_one(changes, tmp_path):
+    torch.set_num_threads(1)
+    folder, num = tmp_path / "state", 17
+    whole = rd.Pipeline(model(), **options(**changes))
+    losses = run(whole, 0, 40) + finish(whole)
+    weights = whole.full_state_dict()
+    four = launch(save, tmp_path, changes, folder, num, world_size=4)
+    assert all(torch.equal(four[0][1][name], weights[name]) for name in weights)
+    two = launch(go_on, tmp_path / "two", changes, folder, num, 5, world_size=2)
+    alone = rd.Pipeline(model(), **options(**changes))
+    alone.load(folder)
+    ends = [(run(alone, num, 40) + finish(alone), alone.full_state_dict()), two[-1]]
+    for there, full in ends:
+        assert all(torch.equal(full[name], weights[name]) for name in weights)
+        for (n, one), (m, other) in zip(losses[-9:], there[-9:], strict=True):
+            assert n == m and torch.equal(one, other)
+    # And back: written by one process, continued by three.
+    alone = rd.Pipeline(model(), **options(**changes))
+    run(alone, 0, num)
+    alone.save(folder)
+    three = launch(go_on, tmp_path / "three", changes, folder, num, 0, world_size=3)
+    assert all(torch.equal(three[1][1][name], weights[name]) for name in weights)
+
+
+def columns(rank, changes, folder, norm):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    column = rank // 2
+    torch.manual_seed(rank)  # replicas begin with the first one's weights
+    net = model(dropout=0.3 if norm else 0.0, norm=norm)
+    if column:
+        for each in net.parameters():
+            torch.nn.init.normal_(each)
+    pipe = rd.DistributedPipeline(net, mesh=mesh, **options(**changes))
+    losses = run(pipe, 0, 23, column)
+    pipe.save(folder)
+    losses += run(pipe, 23, 40, column) + finish(pipe)
+    first = pipe.full_state_dict()
+    net = model(dropout=0.3 if norm else 0.0, norm=norm)
+    pipe = rd.DistributedPipeline(net, mesh=mesh, **options(**changes))
+    pipe.load(folder)
+    run(pipe, 23, 40, column)
+    finish(pipe)
+    again = pipe.full_state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    return losses, first
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_replicas(norm, tmp_path):
+    torch.set_num_threads(1)
+    changes = {"accumulate": 3, "clip_norm": 0.5}
+    found = launch(columns, tmp_path, changes, tmp_path / "state", norm, world_size=4)
+    weights = found[0][1]
+    for _, other in found:
+        assert all(torch.equal(weights[name], other[name]) for name in weights)
+    one, other = (dict(found[rank][0]) for rank in (1, 3))
+    assert len(one) == 40 and all(one[n] != other[n] for n in one)
+    with pytest.raises(ValueError, match="of 2 replicas"):
+        rd.Pipeline(model(), stages=2, **options(**changes)).load(tmp_path / "state")
+    if norm:
+        return  # batch norm sees a replica's batch, and dropout differs
+    pipe = rd.Pipeline(model(dropout=0.0, norm=False), stages=2, **options(**changes))
+    for n in range(40):
+        pairs = [batch(n, data_rank=d) for d in (0, 1)]
+        x, y = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
+        pipe.step(x, y, mask=pairs[0][2])
+    pipe.flush(update=True)
+    joined = pipe.full_state_dict()
+    assert all(torch.allclose(weights[n], joined[n], rtol=1e-4, atol=1e-6) for n in joined)
+
+
+def on_meta(rank):
+    before = sum(each.numel() for each in gc_tensors())
+    net = rd.create_model("rev_gpt_nano", device="meta", context=16, vocabulary=50)
+    if rank == 2:  # the head is in the loss, and gets the weights of its name in the model
+        materialise(dict(list(net.named_children())[-1:]), seed=3)
+    pipe = rd.DistributedPipeline(
+        net[:-1], loss=rd.ChunkedCrossEntropy(net[-1]), optimizer=sgd, seed=3, share_loss=True
+    )
+    own = sum(each.numel() for each in gc_tensors()) - before
+    total = sum(each.numel() for each in net.parameters())
+    losses = []
+    for n in range(8):
+        tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(n))
+        tick = pipe.step(tokens if rank == 0 else None, tokens if rank == 2 else None)
+        losses.append(None if tick.loss is None else float(tick.loss))
+    sent = pipe.num_bytes_sent
+    return own / total, losses, pipe.full_state_dict(), sent
+
+
+def gc_tensors():
+    gc.collect()
+    found = [each for each in gc.get_objects() if torch.is_tensor(each) and not each.is_meta]
+    return {each.untyped_storage().data_ptr(): each for each in found if each.numel()}.values()
+
+
+def test_a_model_without_memory_is_given_some_where_its_stages_are(tmp_path):
+    torch.set_num_threads(1)
+    found = launch(on_meta, tmp_path, world_size=3)
+    parts = [part for part, *_ in found]
+    assert max(parts) < 0.8 and sum(parts) == pytest.approx(1, abs=0.02), parts
+    net = rd.create_model("rev_gpt_nano", seed=3, context=16, vocabulary=50)
+    pipe = rd.Pipeline(
+        net[:-1], stages=3, loss=rd.ChunkedCrossEntropy(net[-1]), optimizer=sgd, seed=3
+    )
+    losses = []
+    for n in range(8):
+        tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(n))
+        tick = pipe.step(tokens, tokens)
+        losses.append(None if tick.loss is None else float(tick.loss))
+    for _, each, _, _ in found:
+        assert each == losses
+    weights = pipe.full_state_dict()
+    for _, _, full, _ in found:
+        assert all(torch.equal(full[name], weights[name]) for name in weights)
+
+
+def odd_ones(rank):
+    pipe = rd.DistributedPipeline(model(), **options())
+    with pytest.raises(ValueError, match=r"use rd\.Pipeline"):
+        pipe.probe()
+    tick = pipe.step(*batch(0)[:2])
+    assert rank or (tick.loss is None and "rank 1" in tick.reason)
+    return repr(pipe)
+
+
+def test_what_is_elsewhere_is_said(tmp_path):
+    found = launch(odd_ones, tmp_path, world_size=2)
+    assert "rank 0" in found[0] and "DistributedPipeline" in found[1]
+
+
+def test_without_other_processes_it_says_how_to_start_them():
+    with pytest.raises(rd.PipelineError, match="torchrun"):
+        rd.DistributedPipeline(model(), **options())

@@ -93,7 +93,7 @@ class DistributedPipeline(Pipeline):
         self._waiting_targets: dict[int, Any] = {}
         if example is not None and _is_meta(units.values()):
             example = tree_map_only(Tensor, lambda each: each.to("meta"), example)
-        with team.guarding("begins"):
+        with team.guarding():
             if seed is None:
                 seed = int(team.tell_all(str(torch.initial_seed()))[0])
             super().__init__(
@@ -287,8 +287,11 @@ class DistributedPipeline(Pipeline):
                 "fewer, or cut the model into more stages"
             )
         sizes = cut_evenly(self._loads, team.num_places)
-        start = sum(sizes[: team.place])
-        own = range(start, start + sizes[team.place])
+        starts = [sum(sizes[:place]) for place in range(team.num_places)]
+        for place, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            stages = f"stage {start}" if size == 1 else f"stages {start} to {start + size - 1}"
+            team.name_stages(place, stages)
+        own = range(starts[team.place], starts[team.place] + sizes[team.place])
         named = list(units.items())
         here = dict(named[index] for index in units_of_stages(self.cut, own))
         if team.is_last and isinstance(loss, nn.Module):
@@ -329,7 +332,7 @@ class DistributedPipeline(Pipeline):
                     )
 
     def _guarding(self) -> AbstractContextManager[None]:
-        return self._team.guarding(f"stages {self._own[0]} to {self._own[-1]}")
+        return self._team.guarding()
 
     def _enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> None:
         team, autocast = self._team, Autocast(self._device)
@@ -338,7 +341,7 @@ class DistributedPipeline(Pipeline):
             self._waiting_targets[n], target = target, None
         if team.place == 0:
             if x is None:
-                raise ValueError("the first rank of a column needs the inputs; step(None) is not")
+                raise ValueError("the first rank of a column needs the inputs, and got none")
             self._up[0][n] = Message(n, Flow(x), autocast, side, target)
 
     def _deliver(self, way: Way, j: int, message: Message) -> None:
@@ -370,7 +373,7 @@ class DistributedPipeline(Pipeline):
             del self._known[n]
 
     def _run_tick(self) -> Tick:
-        self._team.watch.note(f"stages {self._own[0]} to {self._own[-1]}, tick {self._tick}")
+        self._team.watch.note(f"tick {self._first + self._tick}")
         t = self._tick
         # NCCL's receives of a tick begin with its sends.
         last = t if self._team.batches else t + self.latency - 1

@@ -70,18 +70,26 @@ class Team:
         return self.place == self.num_places - 1
 
     @contextmanager
-    def guarding(self, who: str) -> Iterator[None]:
+    def guarding(self) -> Iterator[None]:
         """End all processes if something goes wrong here, and hear of it if it does elsewhere."""
         self.watch.verify_well()
+        outer, self.watch.is_guarded = self.watch.is_guarded, True
         try:
             yield
         except Exception as error:
             if not isinstance(error, PipelineError):
                 notes = ", ".join(getattr(error, "__notes__", []))
                 told = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
-                self.watch.publish(f"rank {self.rank} ({who}): {told}")
+                self.watch.publish(f"{self.watch.name(self.rank)}: {told}")
             self.watch.close()
             raise
+        finally:
+            self.watch.is_guarded = outer
+
+    def name_stages(self, place: int, stages: str) -> None:
+        """Say which stages the ranks at a place have, for errors."""
+        for column in range(self.num_columns):
+            self.watch.stages[self.everyone[column * self.num_places + place]] = stages
 
     def wait(self, work: Any, rank: int | None = None) -> None:
         """Wait for a transfer with a rank, or for something that all do."""

@@ -22,6 +22,7 @@ from redivider.errors import PipelineError
 BEAT = 0.5  # seconds
 GRACE = 10.0  # seconds for a process that has heard of a failure to end by itself
 FAILURE = "failure"
+GONE = "the store is gone"
 
 
 class Watch:
@@ -37,6 +38,8 @@ class Watch:
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], timeout: float) -> None:
         self._store, self._rank, self._ranks, self._timeout = store, rank, ranks, timeout
         self._state = _State()
+        self.stages: dict[int, str] = {}
+        """Which stages each rank has, in words."""
         own = store.clone()  # a connection of its own: others may block the first
         thread = threading.Thread(target=_beat, args=(own, rank, self._state), daemon=True)
         thread.start()
@@ -63,6 +66,8 @@ class Watch:
             said: bytes = self._store.compare_set(FAILURE, "", reason)
         except RuntimeError:  # the store is gone with the process that held it
             return reason
+        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            time.sleep(3 * BEAT)  # it may be this one: others must hear of it first
         return said.decode() or reason
 
     def find_reason(self, rank: int | None, error: str) -> str:
@@ -70,7 +75,12 @@ class Watch:
         try:
             return self._find_reason(rank, error)
         except RuntimeError:
-            return f"rank {self._rank}: {self._lost(rank)}, and so has the store: {error}"
+            if self._state.heard is not None and GONE not in self._state.heard:
+                return self._state.heard
+            return (
+                f"{self.name(self._rank)}: {self._lost(rank)}; the store, which rank 0 or its "
+                "torchrun holds, is gone, too"
+            )
 
     def close(self) -> None:
         """Stop watching: this process is about to end."""
@@ -87,11 +97,16 @@ class Watch:
             return str(self._store.get(FAILURE).decode())
         if has_timed_out:
             return self.publish(self._blame(rank))
-        return self.publish(f"rank {self._rank}: {self._lost(rank)} ({error})")
+        return self.publish(f"{self.name(self._rank)}: {self._lost(rank)} ({error})")
 
     def _lost(self, rank: int | None) -> str:
-        who = "another rank" if rank is None else f"rank {rank}"
+        who = "another rank" if rank is None else self.name(rank)
         return f"the connection to {who} has broken: it has ended, or its machine has"
+
+    def name(self, rank: int) -> str:
+        """A rank, with its stages."""
+        stages = self.stages.get(rank)
+        return f"rank {rank} ({stages})" if stages else f"rank {rank}"
 
     def _blame(self, rank: int | None) -> str:
         before = {each: self._read(each) for each in self._ranks}
@@ -101,26 +116,34 @@ class Watch:
             each for each in self._ranks if each != self._rank and before[each][0] == now[each][0]
         ]
         if silent:
-            names = ", ".join(map(str, silent))
-            return f"rank {names}: gives no sign of life, and was waited for {self._timeout:g} s"
+            names = ", ".join(map(self.name, silent))
+            return f"{names}: gives no sign of life, and was waited for {self._timeout:g} s"
         culprit, seen = self._rank if rank is None else rank, {self._rank}
         while culprit not in seen and now[culprit][1] is not None and now[culprit][1] >= 0:
             seen.add(culprit)
             culprit = now[culprit][1]
         if rank is None:  # all were waited for: blame one that does not wait
             culprit = next((each for each in self._ranks if now[each][1] is None), culprit)
-        doing = now[culprit][2]
         return (
-            f"rank {culprit} ({doing}): was waited for {self._timeout:g} s, longer than `timeout`; "
-            "it hangs, or its work takes that long"
+            f"{self.name(culprit)}: in {now[culprit][2]}, was waited for {self._timeout:g} s; it "
+            "hangs, or its work takes longer than `timeout`"
         )
 
     def _read(self, rank: int) -> tuple[int, Any, str]:
         """A rank's beats so far, for whom it waits, and what it says that it does."""
         if not self._store.check([f"rank {rank}"]):
-            return 0, None, "has not begun"
+            return 0, None, "its beginning"
         beats, waits_for, doing = self._store.get(f"rank {rank}").decode().split(" ", 2)
         return int(beats), None if waits_for == "-" else int(waits_for), doing
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether this process is inside of a call that others wait for."""
+        return self._state.is_guarded
+
+    @is_guarded.setter
+    def is_guarded(self, value: bool) -> None:
+        self._state.is_guarded = value
 
     def note(self, doing: str) -> None:
         """Say what this process does."""
@@ -130,8 +153,10 @@ class Watch:
 class _State:
     def __init__(self) -> None:
         self.waits_for: int | None = None
-        self.doing = "begins"
+        self.doing = "its beginning"
         self.heard: str | None = None
+        self.is_guarded = False
+        """Whether it is inside of a call that others wait for."""
         self.is_over = threading.Event()
 
 
@@ -146,9 +171,12 @@ def _beat(store: Any, rank: int, state: _State) -> None:
             store.set(f"rank {rank}", f"{beats} {waits_for} {state.doing}")
             if state.heard is None and store.check([FAILURE]):
                 state.heard, heard_at = store.get(FAILURE).decode(), time.monotonic()
-        except Exception:
-            return  # the store is gone, and with it the run
-        if state.heard is not None and time.monotonic() - heard_at > GRACE:
+        except Exception:  # the store is gone: the run has failed, or has come to its end
+            if state.heard is None:
+                state.heard = f"{GONE}: rank 0 or its torchrun has ended"
+        if not heard_at and state.heard is not None and state.is_guarded:
+            heard_at = time.monotonic()
+        if heard_at and time.monotonic() - heard_at > GRACE:
             sys.stderr.write(f"rank {rank}: ends, since another rank has failed: {state.heard}\n")
             sys.stderr.flush()
             os._exit(1)

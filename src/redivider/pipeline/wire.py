@@ -143,9 +143,9 @@ class Outgoing:
         """Say how messages look; once."""
         if self._look is not None:
             raise ValueError(
-                f"micro-batch {n} looks otherwise than those before, {look} and not {self._look}: "
-                "all micro-batches of a DistributedPipeline have one shape; leave the last, "
-                "smaller batch of an epoch out"
+                f"micro-batch {n} has messages of {_shapes(look)}, those before of "
+                f"{_shapes(self._look)}: all micro-batches of a DistributedPipeline have one "
+                "shape; leave the last, smaller batch of an epoch out"
             )
         self._look = look
         data = torch.frombuffer(bytearray(look.encode()), dtype=torch.uint8).to(self.team.device)
@@ -241,6 +241,11 @@ def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
 
 def _look_of(tensor: Tensor) -> list[Any]:
     return [list(tensor.shape), _name(tensor.dtype), order_of(tensor)]
+
+
+def _shapes(look: str) -> str:
+    leaves = json.loads(look)[1]
+    return ", ".join(f"{e[1][0]} {e[0]}" if _is_tensor(e) else str(e) for e in leaves)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,0 +1,160 @@
+"""A rank that fails ends all of them, in seconds and with the reason; nothing hangs."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+import redivider as rd
+from distributed.cases import model, options, run
+from distributed.launch import launch
+
+SECONDS = 45  # until all have ended: python and torch take some to start
+
+
+def raises(rank, pipe):
+    if rank == 1:
+        pipe._chain[0].f.register_forward_pre_hook(_break)
+    run(pipe, 6, 40)
+
+
+def _break(module, args):
+    raise ArithmeticError("the moon is in the wrong place")
+
+
+def exits(rank, pipe):
+    if rank == 2:
+        os._exit(7)
+    run(pipe, 6, 40)
+
+
+def is_killed(rank, pipe):
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    run(pipe, 6, 40)
+
+
+def sleeps(rank, pipe):
+    if rank == 1:
+        pipe._chain[0].f.register_forward_pre_hook(lambda *_: time.sleep(10 * SECONDS))
+    run(pipe, 6, 40)
+
+
+def is_stopped(rank, pipe):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    run(pipe, 6, 40)
+
+
+def changes_shape(rank, pipe):
+    run(pipe, 6, 40, size=3)
+
+
+def lacks_inputs(rank, pipe):
+    for _ in range(40):
+        pipe.step()
+
+
+def saves_nowhere(rank, pipe):
+    Path("there").write_text("a file, and no folder")
+    pipe.save("there/state")
+
+
+CASES = {
+    raises: "ArithmeticError: the moon is in the wrong place",
+    exits: r"the connection to rank 2 \(stage 2\) has broken",
+    is_killed: r"the connection to rank 0 \(stage 0\) has broken|rank 0 or its torchrun holds",
+    sleeps: r"rank 1 \(stage 1\): in tick 6, was waited for 4 s",
+    is_stopped: r"rank 1 \(stage 1\): gives no sign of life, and was waited for 4 s",
+    changes_shape: r"micro-batch 6 has messages of \[3, 6, 8\] float32, .* before of \[4, 6, 8\]",
+    lacks_inputs: "first rank of a column needs the inputs",
+    saves_nowhere: "there",
+}
+CULPRITS = {raises: 1, changes_shape: 0, lacks_inputs: 0}
+
+
+def work(name: str) -> None:
+    """What a process of a case does."""
+    torch.set_num_threads(1)
+    pipe = rd.DistributedPipeline(model(), timeout=4, **options())
+    rank = int(os.environ["RANK"])
+    run(pipe, 0, 6)
+    globals()[name](rank, pipe)
+
+
+def start(name: str, folder: Path, port: int, world_size: int = 3) -> list[subprocess.Popen]:
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    processes = []
+    for rank in range(world_size):
+        env = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": path,
+        }
+        words = [
+            sys.executable,
+            "-c",
+            f"from distributed.test_failures import work; work({name!r})",
+        ]
+        with (folder / f"{rank}.txt").open("w") as file:
+            processes.append(subprocess.Popen(words, env=env, cwd=folder, stdout=file, stderr=file))
+    return processes
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_all_ranks_end(case, tmp_path):
+    store = TCPStore("127.0.0.1", 0, is_master=True)  # as torchrun's
+    processes = start(case.__name__, tmp_path, store.port)
+    deadline = time.monotonic() + SECONDS
+    stopped = {1} if case is is_stopped else set()
+    try:
+        for rank, process in enumerate(processes):
+            if rank not in stopped:
+                process.wait(deadline - time.monotonic())
+                assert process.returncode != 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    silent = {exits: {2}, is_killed: {0}}.get(case, set()) | stopped
+    for rank in {0, 1, 2} - silent:
+        said = (tmp_path / f"{rank}.txt").read_text()
+        assert re.search(CASES[case], said), f"rank {rank}: {said}"
+        culprit = CULPRITS.get(case, rank)
+        if rank != culprit:  # which raises its own error
+            assert f"rank {culprit} (stage {culprit}): " in said, f"rank {rank}: {said}"
+
+
+def test_stages_that_do_not_fit(tmp_path):
+    found = launch(_too_many, tmp_path, world_size=3)
+    assert all("2 stages cannot be spread over 3 processes" in each for each in found)
+
+
+def _too_many(rank):
+    try:
+        rd.DistributedPipeline(model(), stages=2, **options())
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_that_disagree(tmp_path):
+    found = launch(_disagree, tmp_path, world_size=2)
+    assert all("rank 1 was given another accumulate than rank 0: 2 and not 1" in e for e in found)
+
+
+def _disagree(rank):
+    try:
+        rd.DistributedPipeline(model(), accumulate=1 + rank, **options())
+    except (ValueError, rd.PipelineError) as error:
+        return str(error)
