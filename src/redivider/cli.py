@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if "--debug" in words or not _is_for_users(error):
             raise
-        print(f"redivider: {' '.join(str(error).split())}", file=sys.stderr)
+        if getattr(error, "is_first", True):  # others have heard of it, and one says it
+            print(f"redivider: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
@@ -97,13 +98,19 @@ def train(given: argparse.Namespace, rest: Sequence[str]) -> int:
     recipe, where = _prepare(given, rest)
     if recipe.compare:
         return _compare(recipe, where)
+    from redivider.pipeline.team import is_last_rank, leave
     from redivider.train.loop import Stopped
     from redivider.train.loop import train as run
 
     try:
         result = run(recipe, **where)
     except Stopped as stopped:
+        if not is_last_rank():
+            return 130
         return _say_how_to_go_on(stopped.folder, str(stopped))
+    leave()
+    if not is_last_rank():
+        return 0
     score, folder = result.score, shlex.quote(str(result.folder))
     accuracy = "" if score.accuracy is None else f", accuracy {score.accuracy:.2%}"
     print(f"test loss {score.loss:.4f}{accuracy}, {result.seconds:.1f} s of training; {folder}")
@@ -191,7 +198,8 @@ def _prepare(given: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, W
     is_file = given.recipe.endswith(".json")
     recipe = read_recipe(Path(given.recipe)) if is_file else get_recipe(given.recipe)
     recipe = override(recipe, ["--help"] if given.help else rest)
-    if given.out is not None and (given.out / RECIPE).exists():
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if given.out is not None and (given.out / RECIPE).exists() and not is_restart:
         name = shlex.quote(str(given.out))
         raise Usage(
             f"{name} holds a run already; go on with it by `redivider train --resume {name}`, "
@@ -222,7 +230,8 @@ def _say_how_to_go_on(folder: Path, what: str) -> int:
 
 def _is_for_users(error: Exception) -> bool:
     """Whether an error says what a user can do, and not that something is broken here."""
+    from redivider.errors import PipelineError
     from redivider.train.errors import TrainError
 
     is_to_install = isinstance(error, ImportError) and "pip install" in str(error)
-    return is_to_install or isinstance(error, Usage | TrainError | OSError)
+    return is_to_install or isinstance(error, Usage | TrainError | PipelineError | OSError)

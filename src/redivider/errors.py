@@ -15,6 +15,9 @@ class CaptureError(RuntimeError):
 class PipelineError(RuntimeError):
     """A pipeline over several processes cannot go on; the message names the rank that failed."""
 
+    is_first = False
+    """Whether no other process has said so before."""
+
 
 class ChangedError(RuntimeError):
     """Something that the backward needs was changed since the forward."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from redivider.errors import PipelineError
 from redivider.pipeline.watch import Watch
@@ -60,7 +61,8 @@ class Team:
         self.device = device if self.batches else torch.device("cpu")
         """Where what travels must be."""
         shared = dist.distributed_c10d._get_default_store()
-        store = dist.distributed_c10d.PrefixStore(f"redivider-{_num_teams}", shared)
+        prefix = f"redivider-{_attempt()}-{_num_teams}"
+        store = dist.distributed_c10d.PrefixStore(prefix, shared)
         _num_teams += 1
         self.watch = Watch(store, self.rank, self.everyone, timeout)
 
@@ -103,7 +105,7 @@ class Team:
             try:
                 yield
             except (RuntimeError, ValueError) as error:
-                raise PipelineError(self.watch.find_reason(rank, str(error))) from error
+                raise self.watch.find_reason(rank, str(error)) from error
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Average tensors over the replicas of a stage, in place."""
@@ -172,7 +174,22 @@ def join(device: torch.device) -> None:
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # NCCL refuses two processes on one GPU.
     own_gpu = device.type == "cuda" and torch.cuda.device_count() >= num_here
-    dist.init_process_group("nccl" if own_gpu else "gloo")
+    store, rank, num = next(rendezvous("env://"))
+    # torchrun keeps one store for all attempts, with what an earlier one has left in it.
+    store = dist.distributed_c10d.PrefixStore(_attempt(), store)
+    backend = "nccl" if own_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num)
+
+
+def _attempt() -> str:
+    return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def is_last_rank() -> bool:
+    """Whether this process speaks for all: the last one, or the only one."""
+    if "RANK" not in os.environ:
+        return True
+    return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
 
 def leave() -> None:

@@ -38,6 +38,7 @@ class Watch:
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], timeout: float) -> None:
         self._store, self._rank, self._ranks, self._timeout = store, rank, ranks, timeout
         self._state = _State()
+        self._said: str | None = None
         self.stages: dict[int, str] = {}
         """Which stages each rank has, in words."""
         own = store.clone()  # a connection of its own: others may block the first
@@ -62,6 +63,7 @@ class Watch:
 
     def publish(self, reason: str) -> str:
         """Tell all why this process cannot go on; the first reason is everybody's."""
+        self._said = reason
         try:
             said: bytes = self._store.compare_set(FAILURE, "", reason)
         except RuntimeError:  # the store is gone with the process that held it
@@ -70,8 +72,13 @@ class Watch:
             time.sleep(3 * BEAT)  # it may be this one: others must hear of it first
         return said.decode() or reason
 
-    def find_reason(self, rank: int | None, error: str) -> str:
+    def find_reason(self, rank: int | None, error: str) -> PipelineError:
         """Why a wait for a rank has failed: what somebody has said, or what can be seen."""
+        found = PipelineError(self._find_or_guess(rank, error))
+        found.is_first = str(found) == self._said
+        return found
+
+    def _find_or_guess(self, rank: int | None, error: str) -> str:
         try:
             return self._find_reason(rank, error)
         except RuntimeError:
@@ -97,7 +104,7 @@ class Watch:
             return str(self._store.get(FAILURE).decode())
         if has_timed_out:
             return self.publish(self._blame(rank))
-        return self.publish(f"{self.name(self._rank)}: {self._lost(rank)} ({error})")
+        return self.publish(f"{self.name(self._rank)}: {self._lost(rank)}")
 
     def _lost(self, rank: int | None) -> str:
         who = "another rank" if rank is None else self.name(rank)

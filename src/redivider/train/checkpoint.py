@@ -2,10 +2,11 @@
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from redivider.pipeline.state import StateError, read_state, write_state
+from redivider.pipeline.state import Alone, StateError, Writers, read_state, write_state
 from redivider.train.errors import TrainError
 
 logger = logging.getLogger("redivider")
@@ -16,8 +17,9 @@ NUM_KEPT = 2
 class Checkpoints:
     """The states of a run, by the number of micro-batches that they have seen."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, writers: Writers | None = None) -> None:
         self._folder = folder
+        self._writers = writers or Alone()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a state beside the others, then let the oldest go."""
@@ -25,7 +27,7 @@ class Checkpoints:
         if path.exists():
             return  # written or read by this process: the same state
         try:
-            write_state(path, state)
+            write_state(path, state, self._writers)
         except OSError as error:
             kept = self._found()
             left = f"{kept[-1].name} is still there" if kept else "there is none yet"
@@ -33,24 +35,30 @@ class Checkpoints:
                 f"cannot write a checkpoint to {self._folder} ({error.strerror or error}); make "
                 f"room there and resume: {left}"
             ) from None
-        for old in self._found()[:-NUM_KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+        if self._writers.is_first:
+            for old in self._found()[:-NUM_KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
 
-    def load(self) -> dict[str, Any] | None:
+    def load(
+        self, wanted: Callable[[tuple[Any, ...]], bool] = lambda path: True
+    ) -> dict[str, Any] | None:
         """The last state that is undamaged; None if there never was one.
 
-        What is damaged, and what a killed process has begun to write, is removed.
+        What is damaged, and what a killed process has begun to write, is removed. Of a state, what
+        is `wanted` under its keys is read.
         """
         found = self._found()
         for path in reversed(found):
             try:
-                state = read_state(path)
+                state = read_state(path, wanted, self._writers)
             except StateError as error:
-                logger.warning("passed over: %s", error)
+                if self._writers.is_first:
+                    logger.warning("passed over: %s", error)
                 continue
             broken = found[found.index(path) + 1 :]
-            for each in (*broken, *self._folder.glob(".step-*")):
-                shutil.rmtree(each, ignore_errors=True)
+            if self._writers.is_first:
+                for each in (*broken, *self._folder.glob(".step-*")):
+                    shutil.rmtree(each, ignore_errors=True)
             return state
         if found:
             raise TrainError(

@@ -84,7 +84,8 @@ def measure_depths(recipe: Recipe) -> dict[int, int]:
         deep = replace(_deepened(recipe, depth), probe_every=0, capture=False, stages="auto")
         if recipe.is_pipeline:
             num_units = len(list(build(replace(deep, method="store")).task.body.units()))
-            deep = replace(deep, stages=min(num_units, int(num_stages)))
+            num = num_stages if isinstance(num_stages, int) else len(num_stages)
+            deep = replace(deep, stages=min(num_units, num))
         engine = build(deep)
         if isinstance(engine, PipelineEngine):
             for step in range(2 * deep.latency * len(engine.pipe.stages)):

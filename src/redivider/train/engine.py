@@ -1,21 +1,29 @@
 """Engines: what takes micro-batches and trains a model by them, by backprop or by a pipeline."""
 
+import json
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import count
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from redivider.captured import capture
 from redivider.errors import CaptureError
 from redivider.footprint import measure_memory
+from redivider.initial import materialise
 from redivider.pipeline.holdings import Holding, holdings
 from redivider.pipeline.lockstep import Pipeline
+from redivider.pipeline.processes import DistributedPipeline
 from redivider.pipeline.tick import Action, delay
 from redivider.pipeline.timeline import measured_spans
+from redivider.train.crew import Crew, Ranks, num_processes
 from redivider.train.optim import make_optimizer
 from redivider.train.recipe import Recipe
 from redivider.train.schedule import Schedule
@@ -24,6 +32,7 @@ from redivider.train.task import Score, Task
 logger = logging.getLogger("redivider")
 
 Spans: TypeAlias = dict[Action, tuple[float, float]]
+MESSAGES = {None: None, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -37,9 +46,16 @@ class Seen:
 class Engine(ABC):
     """Trains the model of a task, a micro-batch at a time."""
 
+    crew = Crew()
+    """The processes of the run."""
+
     def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
         self.recipe, self.task, self.schedule = recipe, task, schedule
         self.device = task.train.device
+
+    def batches(self, since: int) -> Iterator[tuple[Any, Any]]:
+        """What `step` is to be given, from a micro-batch on."""
+        return self.task.train.since(since)
 
     @abstractmethod
     def step(self, x: Tensor, y: Tensor) -> list[Seen]:
@@ -69,6 +85,14 @@ class Engine(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from such a state, to the last bit."""
+
+    def wants(self, path: tuple[Any, ...]) -> bool:
+        """Whether what lies under these keys in a state is of use here."""
+        return True
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights under the names of the model."""
+        return self.task.model.state_dict()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.recipe.precision == "bf16":
@@ -177,8 +201,7 @@ class PipelineEngine(Engine):
 
     def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
         super().__init__(recipe, task, schedule)
-        self.pipe = Pipeline(
-            task.body,
+        self.pipe = self._make_pipe(
             stages=recipe.stages,
             loss=task.loss,
             method=recipe.method,
@@ -188,10 +211,11 @@ class PipelineEngine(Engine):
             latency=recipe.latency,
             lookahead=recipe.lookahead,
             arithmetic=recipe.arithmetic,
+            message_dtype=MESSAGES[recipe.message_dtype],
             clip_norm=recipe.clip_norm,
             seed=recipe.seed,
             capture=recipe.capture,
-            example=None if recipe.stages == "auto" else task.train[0][0],
+            example=task.train[0][0] if isinstance(recipe.stages, int) else None,
         )
         if recipe.compile:
             self.pipe.compile(dynamic=False)
@@ -200,10 +224,18 @@ class PipelineEngine(Engine):
         self.spans: Spans = {}
         """When each action of the ticks that were traced began and ended, in seconds."""
 
+    def _make_pipe(self, **options: Any) -> Pipeline:
+        return Pipeline(self.task.body, **options)
+
     def trace(self, num_ticks: int) -> None:
         """Measure the next ticks; not on a GPU, where the host only queues the work."""
         if self.device.type == "cpu":
             self._num_traced = num_ticks
+
+    @property
+    def all_spans(self) -> Spans:
+        """Of all stages, wherever they are."""
+        return self.spans
 
     def step(self, x: Tensor, y: Tensor) -> list[Seen]:
         watch: AbstractContextManager[Spans] = nullcontext({})
@@ -224,7 +256,7 @@ class PipelineEngine(Engine):
             return self.task.evaluate(self.pipe.evaluate)
 
     def holdings(self) -> list[Holding] | None:
-        full = delay(0, len(self.pipe.stages), self.pipe.latency)
+        full = delay(0, len(self.pipe.cut), self.pipe.latency)
         return holdings(self.pipe) if self.pipe.num_in_flight >= full else None
 
     @property
@@ -238,7 +270,85 @@ class PipelineEngine(Engine):
         self.pipe.load_state_dict(state)
 
 
+class DistributedEngine(PipelineEngine):
+    """A part of a pipeline, in this process: a tick for each micro-batch, of every replica."""
+
+    pipe: DistributedPipeline
+
+    def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
+        super().__init__(recipe, task, schedule)
+        self.crew = Ranks(self.pipe.team)
+        # Whatever the number of processes, the run goes on with the same stages.
+        self.recipe = replace(recipe, stages=tuple(self.pipe.cut))
+        if recipe.channels_last:
+            for stage in self.pipe.stages:
+                stage.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def _make_pipe(self, **options: Any) -> Pipeline:
+        recipe = self.recipe
+        num = dist.get_world_size()
+        if num % recipe.replicas:
+            raise ValueError(f"{num} processes cannot be {recipe.replicas} replicas of a pipeline")
+        shape, names = (recipe.replicas, num // recipe.replicas), ("data", "stage")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if recipe.replicas > 1 else None
+        if self.task.body is not self.task.model and dist.get_rank() in _last_ranks(*shape):
+            head = dict(list(self.task.model.named_children())[-1:])  # it is in the loss
+            materialise(head, seed=recipe.seed, device=self.device)
+        return DistributedPipeline(
+            self.task.body, mesh=mesh, device=self.device, timeout=recipe.timeout, **options
+        )
+
+    def batches(self, since: int) -> Iterator[tuple[Any, Any]]:
+        team, num = self.pipe.team, self.recipe.replicas
+        for step in count(since):
+            if team.place in (0, team.num_places - 1):
+                yield self.task.train[step * num + team.column]
+            else:
+                yield None, None
+
+    def evaluate(self) -> Score:
+        with self._autocast():
+            score = self.task.evaluate(self.pipe.evaluate_here)
+        said = json.loads(self.crew.decide(lambda: json.dumps(asdict(score))))
+        return Score(**said)
+
+    def holdings(self) -> list[Holding] | None:
+        own = super().holdings()
+        if own is None:
+            return None
+        found = self.crew.collect([asdict(each) for each in own])
+        by_stage = {each["stage"]: Holding(**each) for some in reversed(found) for each in some}
+        return [each for _, each in sorted(by_stage.items())]
+
+    @property
+    def all_spans(self) -> Spans:
+        found = self.crew.collect([[*key, *span] for key, span in self.spans.items()])
+        return {Action(*key): (start, end) for some in found for *key, start, end in some}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.pipe.part()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pipe.load_state_dict(self.pipe.own_part(state))
+
+    def wants(self, path: tuple[Any, ...]) -> bool:
+        return self.pipe.wants(path)
+
+    def weights(self) -> dict[str, Tensor]:
+        found = self.pipe.full_state_dict()
+        if self.task.body is not self.task.model and self.crew.sees_losses:
+            name, head = list(self.task.model.named_children())[-1]
+            found |= {f"{name}.{key}": value for key, value in head.state_dict().items()}
+        return found
+
+
+def _last_ranks(num_columns: int, num_places: int) -> list[int]:
+    return [(column + 1) * num_places - 1 for column in range(num_columns)]
+
+
 def make_engine(recipe: Recipe, task: Task, schedule: Schedule) -> Engine:
     """The engine of a recipe's method."""
-    kind = PipelineEngine if recipe.is_pipeline else BackpropEngine
+    if not recipe.is_pipeline:
+        return BackpropEngine(recipe, task, schedule)
+    kind = DistributedEngine if num_processes() > 1 else PipelineEngine
     return kind(recipe, task, schedule)

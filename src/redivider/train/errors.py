@@ -7,6 +7,9 @@ from difflib import get_close_matches
 class TrainError(ValueError):
     """Something that was asked for cannot be; the command line shows it without a traceback."""
 
+    is_first = True
+    """Whether this process is to say it, of several that have it."""
+
 
 def hint(name: str, known: Iterable[str], otherwise: str) -> str:
     """The nearest name there is, or what else to do."""

@@ -67,6 +67,16 @@ class Log:
         write_whole(self._path, "".join(f"{line}\n" for line in lines))
 
 
+class NoLog:
+    """Of a process that writes none."""
+
+    def write(self, kind: str, **row: Any) -> None:
+        """Let it be."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class _NoBoard:
     """Where tensorboard is not installed."""
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from math import ceil, floor, isfinite, nan
 from pathlib import Path
@@ -12,16 +13,18 @@ import torch
 import redivider
 from redivider.data import DataError
 from redivider.pipeline.state import write_tensors
+from redivider.pipeline.team import join
 from redivider.train.checkpoint import Checkpoints
 from redivider.train.clock import Clock
+from redivider.train.crew import is_restart, num_processes, said_once
 from redivider.train.engine import Engine, PipelineEngine, Seen, make_engine
 from redivider.train.errors import TrainError
 from redivider.train.folder import claim, locked, write_whole, writing
-from redivider.train.log import Log
+from redivider.train.log import Log, NoLog
 from redivider.train.machine import device_name, peak_memory, resolve_device, using_threads
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
-from redivider.train.runs import RECIPE, read_run
+from redivider.train.runs import LOG, RECIPE, read_run
 from redivider.train.schedule import Schedule
 from redivider.train.stop import Stop, stopping
 from redivider.train.task import Score, make_task
@@ -61,12 +64,27 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, numbered: bool 
         if ended:
             score = Score(_number(ended[-1]["loss"]), ended[-1]["accuracy"])
             return Result(folder, score, ended[-1]["seconds"])
-    recipe = resolved(recipe)
-    engine = build(recipe)
-    if not resume:
-        folder = claim(folder, numbered=numbered)
-        write_whole(folder / RECIPE, recipe.to_json())
-    with locked(folder), using_threads(recipe.threads), stopping() as stop:
+    engine = build(resolved(recipe))
+    recipe, crew = engine.recipe, engine.crew
+    with crew.guarding():
+        if not resume and is_restart():
+            found = crew.decide(lambda: _find_unfinished(recipe, folder))
+            folder, resume = Path(found or folder), bool(found)
+        if not resume:
+            folder = Path(crew.decide(lambda: str(_begin(recipe, folder, numbered))))
+        with stopping() as stop:
+            return _train_in(folder, recipe, engine, stop, resume)
+
+
+def _begin(recipe: Recipe, folder: Path, numbered: bool) -> Path:
+    folder = claim(folder, numbered=numbered)
+    write_whole(folder / RECIPE, recipe.to_json())
+    return folder
+
+
+def _train_in(folder: Path, recipe: Recipe, engine: Engine, stop: Stop, resume: bool) -> Result:
+    alone = locked(folder) if engine.crew.is_writer else nullcontext()
+    with alone, using_threads(recipe.threads):
         try:
             return Training(recipe, folder, engine, stop).train(resume)
         except KeyboardInterrupt:
@@ -77,6 +95,18 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, numbered: bool 
             raise TrainError(
                 f"{error}; a lower lr, more warmup or a smaller clip_norm may help"
             ) from error
+
+
+def _find_unfinished(recipe: Recipe, folder: Path) -> str:
+    """Where torchrun's last attempt has been, if it has begun."""
+    numbered = folder.parent.glob(f"{folder.name}-*")
+    found = [each for each in (folder, *numbered) if (each / RECIPE).exists()]
+    mine = recipe.to_json()
+    for each in sorted(found, key=lambda each: (each / RECIPE).stat().st_mtime, reverse=True):
+        is_mine = (each / RECIPE).read_text() == mine
+        if is_mine and not ((each / LOG).exists() and read_run(each).end):
+            return str(each)
+    return ""
 
 
 def resolved(recipe: Recipe) -> Recipe:
@@ -93,14 +123,39 @@ def build(recipe: Recipe) -> Engine:
     """Load the data, make the model and what trains it."""
     device = resolve_device(recipe.device)
     torch.manual_seed(recipe.seed)
+    if num_processes() > 1:
+        device = join_processes(recipe, device)
     try:
         task = make_task(recipe, device)
-        num_per_epoch = len(task.train) / recipe.accumulate
-        total = num_microbatches(recipe, len(task.train))
-        schedule = Schedule(recipe, num_per_epoch, total // recipe.accumulate)
-        return make_engine(recipe, task, schedule)
-    except ValueError as error:  # of data, models and pipelines, each saying what to do
+    except ValueError as error:  # of data and models, each saying what to do
         raise TrainError(str(error)) from error
+    num_per_epoch = len(task.train) / (recipe.replicas * recipe.accumulate)
+    total = num_microbatches(recipe, len(task.train) // recipe.replicas)
+    schedule = Schedule(recipe, num_per_epoch, total // recipe.accumulate)
+    try:
+        return make_engine(recipe, task, schedule)
+    except ValueError as error:  # of pipelines
+        raise said_once(TrainError(str(error))) from error
+
+
+def join_processes(recipe: Recipe, device: torch.device) -> torch.device:
+    """Begin to talk to the other processes of the run; the device of this one."""
+    if not recipe.is_pipeline:
+        raise said_once(
+            TrainError(
+                f"{recipe.method} runs in one process; take a pipeline's method, such as --method "
+                "petra, or start it without torchrun"
+            )
+        )
+    if recipe.probe_every:
+        raise said_once(
+            TrainError("a probe needs the whole network in one process: --probe-every 0")
+        )
+    if str(device) == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local % torch.cuda.device_count())
+    join(device)
+    return device
 
 
 def num_microbatches(recipe: Recipe, per_epoch: int) -> int:
@@ -121,12 +176,13 @@ class Training:
 
     def __init__(self, recipe: Recipe, folder: Path, engine: Engine, stop: Stop) -> None:
         self._recipe, self._folder, self._engine, self._stop = recipe, folder, engine, stop
-        self._checkpoints = Checkpoints(folder / "checkpoints")
+        self._crew = engine.crew
+        self._checkpoints = Checkpoints(folder / "checkpoints", self._crew.writers)
         self._clock = Clock(engine.device)
         self._group = recipe.accumulate
         # Lines and checkpoints come between updates.
         self._every = ceil(recipe.log_every / self._group) * self._group
-        self._per_epoch = len(engine.task.train)
+        self._per_epoch = len(engine.task.train) // recipe.replicas
         self._total = num_microbatches(recipe, self._per_epoch)
         self._step = 0
         self._seen: list[Seen] = []
@@ -134,16 +190,19 @@ class Training:
     def train(self, resume: bool) -> Result:
         """Do all of it, or what is left of it."""
         seconds = self._restore() if resume else None
-        self._log = Log(self._folder, since=None if seconds is None else self._step)
+        is_writer, since = self._crew.is_writer, None if seconds is None else self._step
+        self._log = Log(self._folder, since=since) if is_writer else NoLog()
         self._bar = Progress(
             f"{self._recipe.name}, {self._recipe.method}",
             self._step,
             self._total,
-            self._recipe.microbatch,
+            self._recipe.microbatch * self._recipe.replicas,
+            is_quiet=not is_writer,
         )
         try:
-            run = read_run(self._folder)
-            self._is_known, self._is_traced = bool(run.memory), bool(run.timeline)
+            run = read_run(self._folder) if is_writer else None
+            self._is_known = self._crew.agrees(run is not None and bool(run.memory))
+            self._is_traced = self._crew.agrees(run is not None and bool(run.timeline))
             if not self._step:
                 self._describe()
             self._clock.start(seconds or 0.0)
@@ -154,7 +213,7 @@ class Training:
             self._log.close()
 
     def _run(self) -> None:
-        batches = self._engine.task.train.since(self._step)
+        batches = self._engine.batches(self._step)
         saved = time.monotonic()
         self._mark = self._step, self._clock.seconds
         while self._step < self._total:
@@ -165,7 +224,8 @@ class Training:
                 continue
             is_line = self._step % self._every == 0
             is_epoch = self._is_epoch()
-            if not (is_line or is_epoch or self._stop.is_asked or not self._is_known):
+            stops = self._crew.stops(self._stop.is_asked, self._step)
+            if not (is_line or is_epoch or stops or not self._is_known):
                 continue
             with self._clock.stopped():
                 if is_line:
@@ -173,9 +233,10 @@ class Training:
                 self._look_inside()
                 if is_epoch:
                     self._write_score(self._engine.evaluate())
-                if self._stop.is_asked:
+                if stops:
                     self._leave()
-                if is_line and time.monotonic() - saved >= 60 * self._recipe.save_minutes:
+                late = time.monotonic() - saved >= 60 * self._recipe.save_minutes
+                if is_line and self._crew.agrees(late):
                     self._save(optional=True)
                     saved = time.monotonic()
         self._seen += self._engine.finish()
@@ -183,7 +244,7 @@ class Training:
     def _end(self) -> Result:
         """Save before anything else: what follows can be done again."""
         with self._clock.stopped():
-            if self._seen:
+            if self._crew.agrees(bool(self._seen)):
                 self._write_line()
             self._look_inside()
             self._save()
@@ -220,9 +281,9 @@ class Training:
         return loss, float(torch.stack(correct).sum()) / num if num else None
 
     def _write_line(self) -> None:
-        loss, accuracy = self._read()
+        loss, accuracy = map(self._crew.mean, self._read())
         updates, seconds = self._engine.num_updates, self._clock.seconds
-        num = (self._step - self._mark[0]) * self._recipe.microbatch
+        num = (self._step - self._mark[0]) * self._recipe.microbatch * self._recipe.replicas
         row = {
             "step": self._step,
             "update": updates,
@@ -286,8 +347,9 @@ class Training:
         if not isinstance(engine, PipelineEngine) or self._is_traced or not self._is_known:
             return
         if engine.spans:
-            start = min(began for began, _ in engine.spans.values())
-            spans = [[*each, a - start, b - start] for each, (a, b) in engine.spans.items()]
+            found = engine.all_spans
+            start = min(began for began, _ in found.values())
+            spans = [[*each, a - start, b - start] for each, (a, b) in found.items()]
             self._log.write("timeline", step=self._step, spans=spans)
             self._is_traced = True
         else:
@@ -295,16 +357,15 @@ class Training:
 
     def _save(self, *, optional: bool = False) -> None:
         """Write a checkpoint, but for weights that nobody could go on with."""
-        weights = self._engine.task.model.parameters()
-        if not bool(torch.stack([each.detach().isfinite().all() for each in weights]).all()):
+        weights = [each for each in self._engine.task.model.parameters() if not each.is_meta]
+        if not all(bool(each.detach().isfinite().all()) for each in weights):
             raise FloatingPointError(f"weights are not finite after micro-batch {self._step}")
-        state = {
-            "engine": self._engine.state_dict(),
-            "step": self._step,
-            "seconds": self._clock.seconds,
-            "losses": [each.loss for each in self._seen],
-            "correct": [each.correct for each in self._seen],
-        }
+        state: dict[str, Any] = {"engine": self._engine.state_dict()}
+        if self._crew.sees_losses:
+            seen = [[each.loss, each.correct] for each in self._seen]
+            state["seen"] = {self._crew.column: seen}
+        if self._crew.is_writer:
+            state |= {"step": self._step, "seconds": self._clock.seconds}
         try:
             self._checkpoints.save(self._step, state)
         except TrainError as error:
@@ -314,7 +375,7 @@ class Training:
 
     def _restore(self) -> float | None:
         """Go on from the last checkpoint; the seconds of training until then, if there is one."""
-        found = self._checkpoints.load()
+        found = self._checkpoints.load(self._wants)
         if found is None:
             return None  # killed before the first one: from the beginning
         state: dict[str, Any] = found
@@ -323,16 +384,22 @@ class Training:
         device = self._engine.device
         self._seen = [
             Seen(loss.to(device), None if right is None else right.to(device))
-            for loss, right in zip(state["losses"], state["correct"], strict=True)
+            for loss, right in state["seen"][self._crew.column]
+            if self._crew.sees_losses
         ]
         return float(state["seconds"])
 
+    def _wants(self, path: tuple[Any, ...]) -> bool:
+        """Whether a part of a checkpoint is of use to this process."""
+        return path[0] != "engine" or len(path) == 1 or self._engine.wants(path[1:])
+
     def _write_weights(self) -> None:
         """The trained weights under the names of the model, for anyone to load."""
-        new = self._folder / ".model.safetensors.new"
-        with writing(self._folder):
-            write_tensors(new, self._engine.task.model.state_dict())
-            os.replace(new, self._folder / "model.safetensors")
+        new, weights = self._folder / ".model.safetensors.new", self._engine.weights()
+        if self._crew.is_writer:
+            with writing(self._folder):
+                write_tensors(new, weights)
+                os.replace(new, self._folder / "model.safetensors")
 
 
 def _number(value: float | None) -> float:

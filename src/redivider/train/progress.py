@@ -10,8 +10,11 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 class Progress:
     """A progress bar on a terminal; elsewhere a line for each evaluation."""
 
-    def __init__(self, name: str, done: int, total: int, microbatch: int) -> None:
-        self._is_shown = sys.stderr.isatty()
+    def __init__(
+        self, name: str, done: int, total: int, microbatch: int, *, is_quiet: bool = False
+    ) -> None:
+        self._is_shown = sys.stderr.isatty() and not is_quiet
+        self._is_quiet = is_quiet
         self._name, self._microbatch = name, microbatch
         self._bar = tqdm(
             total=total * microbatch,
@@ -41,6 +44,8 @@ class Progress:
 
     def tell(self, text: str) -> None:
         """A line of its own."""
+        if self._is_quiet:
+            return
         self._bar.clear()
         try:
             print(f"{self._name}: {text}", flush=True)

@@ -43,8 +43,14 @@ class Recipe:
     """Bytes, or the size of a vocabulary of byte pairs."""
     method: Method = "reverse"
     """How gradients are found: the first five by backprop, the others by a pipeline."""
-    stages: int | Literal["auto"] = "auto"
-    """Of a pipeline; auto is one for each unit."""
+    stages: int | tuple[int, ...] | Literal["auto"] = "auto"
+    """Of a pipeline: how many, or their sizes; auto is one for each unit, or for each process."""
+    replicas: int = 1
+    """Of a pipeline over processes; each has as many of them, and gradients are averaged."""
+    message_dtype: Literal["bf16", "int8"] | None = None
+    """What numbers become between stages; int8 has a scale for each sample."""
+    timeout: float = 300.0
+    """Seconds that a process waits for another one before the run ends."""
     latency: int = 1
     """Ticks that a message travels between stages."""
     lookahead: Literal["momentum"] | None = None
@@ -146,6 +152,8 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "compare_depths": (1, 10**6, False),
     "depths": (1, 10**6, False),
     "latency": (1, 1000, False),
+    "replicas": (1, 10**6, False),
+    "timeout": (0, 10**6, True),
     "epochs": (0, 10**6, True),
     "evaluate_every": (1e-6, 10**6, False),
     "lr": (0, 10**6, True),

@@ -11,6 +11,7 @@ from redivider.chain import Chain
 from redivider.data import Batches, Source, Text, load
 from redivider.models.catalogue import create_model
 from redivider.models.cross_entropy import ChunkedCrossEntropy
+from redivider.train.crew import num_processes
 from redivider.train.recipe import Recipe
 
 MOST_AT_ONCE = 512  # samples in a batch of an evaluation
@@ -57,7 +58,10 @@ class Task:
         was_training = self.loss.training
         self.loss.eval()
         for x, y in self.test:
-            found = self.loss(scores(x), y)
+            output = scores(x)
+            if output is None:
+                continue  # it is in another process
+            found = self.loss(output, y)
             loss, right = found if isinstance(found, tuple) else (found, None)
             count = int((y >= 0).sum()) if right is None else len(y)
             losses += loss.double() * count
@@ -65,6 +69,7 @@ class Task:
             num += count
         self.loss.train(was_training)
         has_accuracy = isinstance(self.loss, Labels)
+        num = max(num, 1.0)
         return Score(float(losses) / num, float(correct) / num if has_accuracy else None)
 
 
@@ -75,6 +80,8 @@ def make_task(recipe: Recipe, device: torch.device) -> Task:
         ValueError: One that says what to change, if they cannot be so.
     """
     is_text = recipe.data == "text"
+    # Each process gives memory to its own stages alone.
+    is_spread = num_processes() > 1
     options: dict[str, Any] = {"tokens": recipe.tokens} if is_text else {}
     if recipe.data == "imagenet" and "image_size" in recipe.model_options:
         options["image_size"] = recipe.model_options["image_size"]
@@ -90,10 +97,10 @@ def make_task(recipe: Recipe, device: torch.device) -> Task:
         backward="store" if recipe.is_pipeline else recipe.method,
         arithmetic=recipe.arithmetic,
         seed=recipe.seed,
-        device=device,
+        device="meta" if is_spread else device,
         **{**shape, **recipe.model_options},
     )
-    if recipe.channels_last and not is_text:
+    if recipe.channels_last and not is_text and not is_spread:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     train, test = (_batches(recipe, source, i == 0, device) for i, source in enumerate(sources))
     if is_text:

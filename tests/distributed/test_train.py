@@ -1,0 +1,141 @@
+"""`redivider train` under torchrun: the run of one process, whatever happens on the way."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train.small import recipe, rows
+
+from distributed.launch import launch
+from redivider.train.errors import TrainError
+from redivider.train.loop import train
+from redivider.train.recipe import Recipe, read_recipe
+
+NUM_RUNS = int(os.environ.get("REDIVIDER_STRESS", "3"))
+
+
+def small(**changes) -> Recipe:
+    made = {"method": "petra", "stages": 4, "epochs": 3.0, "threads": 1, "save_minutes": 0.0}
+    return recipe(**{**made, "log_every": 10, "timeout": 60.0, **changes})
+
+
+def start(
+    num: int, *words: str, victim: str = "", stop: str = "", restarts: int = 0
+) -> subprocess.Popen:
+    tests = Path(__file__).parents[1]
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tests), *filter(None, sys.path)]),
+        "OMP_NUM_THREADS": "1",
+        "VICTIM": victim,
+        "STOP": stop,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", str(num), "--max-restarts", str(restarts)]
+    torchrun += ["--monitor-interval", "0.1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    words = [*torchrun, "-m", "distributed.victim", *words]
+    return subprocess.Popen(words, env=env, start_new_session=True, **pipes)
+
+
+def run(num: int, *words: str, **options) -> str:
+    process = start(num, *words, **options)
+    said, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, said
+    return said
+
+
+def equal(one: Path, other: Path) -> bool:
+    ours, theirs = (load_file(each / "model.safetensors") for each in (one, other))
+    return rows(one) == rows(other) and all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run in one process."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(small(), folder / "run")
+    (folder / "recipe.json").write_text(small().to_json())
+    return folder / "run"
+
+
+@pytest.fixture
+def asked(whole, tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return str(whole.parent / "recipe.json")
+
+
+@pytest.mark.parametrize("number", range(NUM_RUNS))
+def test_a_rank_is_killed_and_all_go_on(number, whole, asked):
+    """Any rank at any tick: also before the first checkpoint, and in the middle of one."""
+    dice = random.Random(number)
+    num = dice.choice([2, 3, 4])
+    victim = f"{dice.randrange(num)}:{dice.randrange(265)}"
+    said = run(num, "train", asked, "--out", "run", victim=victim, restarts=3)
+    assert Path("killed").exists(), (victim, said)
+    assert equal(Path("run"), whole), (num, victim, said)
+
+
+def test_a_stopped_run_goes_on_in_another_number_of_processes(whole, asked):
+    process = start(3, "train", asked, "--out", "run", stop="1:70")
+    said, _ = process.communicate(timeout=60)
+    assert "and saved; go on with: redivider train --resume run" in said, said
+    assert said.count("and saved") == 1  # one of them speaks
+    assert not subprocess.run(
+        ["pgrep", "-g", str(process.pid)], capture_output=True, check=False
+    ).stdout
+    assert 70 <= last_step() < 260
+    process = start(2, "train", "--resume", "run", stop=f"0:{last_step() + 20}")
+    said, _ = process.communicate(timeout=60)
+    assert "and saved" in said, said
+    assert last_step() < 260
+    train(read_recipe(Path("run/recipe.json")), Path("run"), resume=True)
+    assert equal(Path("run"), whole)
+
+
+def last_step() -> int:
+    return max(int(each.name.removeprefix("step-")) for each in Path("run/checkpoints").glob("s*"))
+
+
+def test_replicas(asked):
+    run(4, "train", asked, "--out", "run", "--replicas", "2", "--stages", "2", "--epochs", "6")
+    found = rows(Path("run"))
+    assert found[-1]["loss"] < 0.8 * found[0]["loss"]
+    assert found[-1]["step"] == 6 * 44  # half of 89 micro-batches an epoch, for each replica
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"method": "reverse"}, "reverse runs in one process; take a pipeline's method"),
+        ({"probe_every": 5}, "a probe needs the whole network in one process"),
+    ],
+)
+def test_what_cannot_be_spread(changes, reason, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TrainError, match=reason) as caught:
+        train(small(**changes), tmp_path / "run")
+    assert not caught.value.is_first and not (tmp_path / "run").exists()
+
+
+def test_what_does_not_fit(tmp_path):
+    for said in launch(_do_not_fit, tmp_path, world_size=3):
+        assert said[0] == "3 processes cannot be 2 replicas of a pipeline"
+        assert said[1].startswith("2 stages cannot be spread over 3 processes; start 2 or fewer")
+
+
+def _do_not_fit(rank):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3"}
+    said = []
+    for changes in ({"replicas": 2}, {"stages": 2}):
+        try:
+            train(small(**changes), Path("nowhere"))
+        except TrainError as error:
+            said.append(str(error))
+    return said

@@ -1,0 +1,36 @@
+"""`redivider` in a process to which something happens at a tick of the first attempt.
+
+VICTIM=rank:tick is killed there, STOP=rank:tick has torchrun stop all of them.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import redivider as rd
+from redivider.cli import main
+
+step = rd.DistributedPipeline.step
+
+
+def meet(name: str) -> int | None:
+    """The tick at which this process meets its fate, if it does."""
+    rank, _, tick = os.environ.get(name, "").partition(":")
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    return int(tick) if os.environ["RANK"] == rank and is_first else None
+
+
+def step_or_die(self, *given, **side):
+    tick = self._first + self._entered
+    if tick == meet("VICTIM"):
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if tick == meet("STOP"):
+        os.kill(os.getppid(), signal.SIGTERM)
+    return step(self, *given, **side)
+
+
+if __name__ == "__main__":
+    rd.DistributedPipeline.step = step_or_die
+    sys.exit(main())
