@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # pip is asked again only when what it should install has changed.
 READY := $(VENV)/ready
 
-.PHONY: test lint types pytest train clean
+.PHONY: test lint types pytest train stress clean
 
 test: lint types pytest
 
@@ -21,6 +21,9 @@ pytest: $(READY)
 
 train: $(READY)
 	$(BIN)/redivider train quickstart
+
+stress: $(READY)  # twenty runs over processes, in each of which a rank is killed
+	REDIVIDER_STRESS=20 $(BIN)/python -m pytest tests/distributed/test_train.py -k killed
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV), a minute or two, once."

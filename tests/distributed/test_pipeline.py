@@ -55,7 +55,7 @@ def test_two_processes(tmp_path):
         {"stages": [1, 2, 3, 1, 2], "accumulate": 3},
         {"arithmetic": "fixed", "clip_norm": 0.5, "clip_over": "all"},
         {"lookahead": "momentum", "latency": 2},
-        {"message_dtype": torch.bfloat16},
+        {"message_dtype": torch.bfloat16, "stages": [3, 6]},  # the mask travels, and is not rounded
         {"message_dtype": torch.int8, "stages": 5},
     ]
     compare(cases, 2, tmp_path)
@@ -173,6 +173,28 @@ def test_replicas(norm, tmp_path):
     pipe.flush(update=True)
     joined = pipe.full_state_dict()
     assert all(torch.allclose(weights[n], joined[n], rtol=1e-4, atol=1e-6) for n in joined)
+
+
+def count_bytes(rank, dtypes):
+    found = []
+    for dtype in dtypes:
+        pipe = rd.DistributedPipeline(model(), **options(message_dtype=dtype))
+        for n in range(10):
+            pipe.step(*batch(n)[:2])
+        found.append(pipe.num_bytes_sent)
+        finish(pipe)
+        pipe.close()
+    return found
+
+
+def test_bytes_are_those_of_the_formula(tmp_path):
+    """Two streams upwards; the same, and their gradients, downwards."""
+    sizes = {None: 4, torch.bfloat16: 2, torch.int8: 1}
+    found = launch(count_bytes, tmp_path, list(sizes), world_size=3)
+    for (dtype, size), *ours in zip(sizes.items(), *found, strict=True):
+        stream = 4 * 6 * 8 * size + (4 * 4 if dtype == torch.int8 else 0)  # and a scale a sample
+        # Of three stages in ten ticks: 10 and 9 upwards, 7 and 8 downwards.
+        assert ours == [10 * 2 * stream, (9 * 2 + 7 * 4) * stream, 8 * 4 * stream]
 
 
 def on_meta(rank):

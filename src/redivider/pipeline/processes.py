@@ -25,7 +25,6 @@ from torch.utils._pytree import (
 from redivider.initial import materialise
 from redivider.pipeline.cut import cut_evenly, units_of
 from redivider.pipeline.lockstep import Pipeline, Tick
-from redivider.pipeline.packing import Packing
 from redivider.pipeline.place import units_of_stages
 from redivider.pipeline.probe import Probe
 from redivider.pipeline.snapshot import configuration
@@ -33,7 +32,7 @@ from redivider.pipeline.stage import Message, Way
 from redivider.pipeline.state import StateError, read_state, write_state
 from redivider.pipeline.team import Team
 from redivider.pipeline.unit import Flow
-from redivider.pipeline.wire import Incoming, Outgoing, Post
+from redivider.pipeline.wire import AS_IT_IS, Incoming, Outgoing, Post
 from redivider.replay.autocast import Autocast
 from redivider.replay.random import mix_seeds
 from redivider.replay.statistics import counting_layers
@@ -146,10 +145,8 @@ class DistributedPipeline(Pipeline):
             with self._guarding():
                 if team.place:
                     below = team.ranks[team.place - 1]
-                    incoming = Incoming(
-                        self._post, team, Packing(None), below, "evaluate", self._device
-                    )
-                    value, dtype, side = incoming.take(n)
+                    incoming = Incoming(self._post, team, AS_IT_IS, below, "evaluate", self._device)
+                    value, (dtype, side) = incoming.take(n)
                     flow = Flow(value, _dtype(dtype))
                 else:
                     flow = Flow(x)
@@ -158,8 +155,8 @@ class DistributedPipeline(Pipeline):
                         flow = unit.evaluate(flow, side)
                 if not team.is_last:
                     above = team.ranks[team.place + 1]
-                    line = Outgoing(self._post, team, Packing(None), above, "evaluate", 1)
-                    line.send(n, (flow.value, _name(flow.dtype), side))
+                    line = Outgoing(self._post, team, AS_IT_IS, above, "evaluate", 1)
+                    line.send(n, flow.value, (_name(flow.dtype), side))
                     self._post.exchange()
                     line.finish()
                     return None
@@ -348,9 +345,9 @@ class DistributedPipeline(Pipeline):
         if j in self._own:
             super()._deliver(way, j, message)
             return
-        flow, extra = message.flow, message.side if way == "up" else message.grads
-        tree = (flow.value, _name(flow.dtype), extra)
-        self._outgoing[way].send(message.microbatch, tree)
+        flow, side = message.flow, message.side if way == "up" else {}
+        tree, exact = (flow.value, message.grads), (_name(flow.dtype), side)
+        self._outgoing[way].send(message.microbatch, tree, exact)
 
     def _fetch(self, way: Way, j: int, n: int) -> Message:
         inbox = (self._up if way == "up" else self._down)[j]
@@ -359,13 +356,13 @@ class DistributedPipeline(Pipeline):
         return inbox.pop(n)
 
     def _receive(self, way: Way, n: int) -> Message:
-        value, dtype, extra = self._incoming[way].take(n)
+        (value, grads), (dtype, arrived) = self._incoming[way].take(n)
         side, autocast = self._known[n]
         flow = Flow(value, _dtype(dtype))
         if way == "down":
-            return Message(n, flow, autocast, side, grads=extra)
-        self._known[n] = (extra, autocast)
-        return Message(n, flow, autocast, extra, self._waiting_targets.pop(n, None))
+            return Message(n, flow, autocast, side, grads=grads)
+        self._known[n] = (arrived, autocast)
+        return Message(n, flow, autocast, arrived, self._waiting_targets.pop(n, None))
 
     def _backward(self, j: int, n: int) -> None:
         super()._backward(j, n)

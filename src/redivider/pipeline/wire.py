@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import (
     tree_flatten,
+    tree_leaves,
     tree_unflatten,
     treespec_dumps,
     treespec_loads,
@@ -34,6 +35,7 @@ NUM_TENSORS = 2**12  # of a message, at most
 NUM_TAGS = 2**15  # micro-batches until tags begin anew
 Kind: TypeAlias = Literal["up", "down", "evaluate"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+AS_IT_IS = Packing(None)
 
 
 class Transfer:
@@ -107,12 +109,15 @@ class Outgoing:
     _look: str | None = None
     _leaving: deque[list[Transfer]] = field(default_factory=deque)
 
-    def send(self, n: int, tree: Any) -> None:
-        """Send a message of micro-batch n."""
-        leaves, spec = tree_flatten(tree)
+    def send(self, n: int, tree: Any, exact: Any) -> None:
+        """Send a message of micro-batch n, and what must not be rounded of it."""
+        leaves, spec = tree_flatten((tree, exact))
+        num = len(tree_leaves(tree))
         packed = [
-            [dense(part) for part in self.packing.pack(leaf)] if isinstance(leaf, Tensor) else None
-            for leaf in leaves
+            [dense(part) for part in (self.packing if i < num else AS_IT_IS).pack(leaf)]
+            if isinstance(leaf, Tensor)
+            else None
+            for i, leaf in enumerate(leaves)
         ]
         looks = [
             _plain(leaf) if parts is None else [_name(leaf.dtype), *map(_look_of, parts)]
