@@ -22,7 +22,7 @@ def train(rank, cases):
         output = pipe.evaluate(x if rank == 0 else None, **({"mask": mask} if rank == 0 else {}))
         losses += finish(pipe)
         found.append((losses, output, pipe.full_state_dict(), len(pipe._units)))
-        assert not pipe._known and not pipe._waiting_targets
+        assert not pipe._known and not pipe._future_targets
         pipe.close()
     return found
 

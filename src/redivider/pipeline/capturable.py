@@ -18,6 +18,8 @@ def reason_against(pipe: Any) -> str | None:
         return f"{pipe.method.name} keeps old weights, whose number changes"
     if pipe.arithmetic.exact:
         return "a stream that leaves its grid must stop the pipeline at once"
+    if pipe.is_spread:
+        return "stages are in several processes"
     if pipe.packing.dtype is not None:
         return "messages are packed"
     for stage in pipe.stages:

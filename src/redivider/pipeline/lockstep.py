@@ -97,6 +97,8 @@ class Pipeline:
 
     num_replicas = 1
     """Pipelines that average their gradients."""
+    is_spread = False
+    """Whether it is over several processes."""
 
     def __init__(
         self,
@@ -170,7 +172,7 @@ class Pipeline:
         self.observer: Callable[[Action, float], None] | None = None
         """Told of every action when it is done, with the time at which it began."""
         logger.info("%s", self)
-        device = next(self._chain.parameters(), torch.empty(0)).device
+        device = self.device
         self._feed = Feed(device) if device.type == "cuda" else None
         if capture and device.type == "cuda":
             for stage in self.stages:
@@ -288,6 +290,11 @@ class Pipeline:
     def load(self, folder: str | Path) -> None:
         """Continue from a folder that `save` wrote."""
         self.load_state_dict(read_state(folder))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stages are."""
+        return next(self._chain.parameters(), torch.empty(0)).device
 
     @property
     def num_in_flight(self) -> int:

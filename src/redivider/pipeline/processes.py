@@ -6,7 +6,7 @@ does is the same function of the schedule, only that some messages travel (wire.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -15,24 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import (
-    tree_flatten,
     tree_map_only,
-    tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
 )
 
 from redivider.initial import materialise
 from redivider.pipeline.cut import cut_evenly, units_of
 from redivider.pipeline.lockstep import Pipeline, Tick
+from redivider.pipeline.mail import Mail
 from redivider.pipeline.place import units_of_stages
 from redivider.pipeline.probe import Probe
+from redivider.pipeline.shared import share_all, share_tree
 from redivider.pipeline.snapshot import configuration
 from redivider.pipeline.stage import Message, Way
 from redivider.pipeline.state import StateError, read_state, write_state
 from redivider.pipeline.team import Team
 from redivider.pipeline.unit import Flow
-from redivider.pipeline.wire import AS_IT_IS, Incoming, Outgoing, Post
 from redivider.replay.autocast import Autocast
 from redivider.replay.random import mix_seeds
 from redivider.replay.statistics import counting_layers
@@ -66,6 +63,8 @@ class DistributedPipeline(Pipeline):
         options: Others of `Pipeline`.
     """
 
+    is_spread = True
+
     def __init__(
         self,
         model: Any,
@@ -86,10 +85,9 @@ class DistributedPipeline(Pipeline):
         self._team = team = Team(mesh, self._device, timeout)
         self.num_replicas = team.num_columns
         self._share_loss = share_loss
-        self._num_evaluations = 0
         # Of every micro-batch in flight, what does not travel with its messages.
         self._known: dict[int, tuple[dict[str, Any], Autocast]] = {}
-        self._waiting_targets: dict[int, Any] = {}
+        self._future_targets: dict[int, Any] = {}
         if example is not None and _is_meta(units.values()):
             example = tree_map_only(Tensor, lambda each: each.to("meta"), example)
         with team.guarding():
@@ -102,10 +100,12 @@ class DistributedPipeline(Pipeline):
                 optimizer=optimizer,
                 seed=seed,
                 example=example,
-                **{**options, "capture": False},
+                **options,
             )
             self._verify_agreement()
-            self._connect()
+            self._mail = Mail(
+                team, self._own, len(self.cut), self.latency, self.packing, self._device
+            )
             for stage in self.stages:
                 team.spread([*stage.module.parameters(), *stage.module.buffers()])
                 stage.average = self._average if team.num_columns > 1 else None
@@ -121,7 +121,7 @@ class DistributedPipeline(Pipeline):
     def flush(self, *, update: bool = False) -> list[Tick]:
         with self._guarding():
             ticks = super().flush(update=update)
-            self._finish_sends()
+            self._mail.finish()
             return ticks
 
     @torch.no_grad()
@@ -132,40 +132,30 @@ class DistributedPipeline(Pipeline):
         """
         with self._guarding():
             output = self.evaluate_here(x, **side)
-            return self._share(output)
+            return share_tree(self._team, output, self._device)
 
     @torch.no_grad()
     def evaluate_here(self, x: Any = None, /, **side: Any) -> Any:
         """The same, but the result is on the last rank alone; nobody waits for it."""
         flags = [(module, module.training) for module in self._chain.modules()]
         self._chain.eval()
-        team, n = self._team, self._num_evaluations
-        self._num_evaluations += 1
         try:
             with self._guarding():
-                if team.place:
-                    below = team.ranks[team.place - 1]
-                    incoming = Incoming(self._post, team, AS_IT_IS, below, "evaluate", self._device)
-                    value, (dtype, side) = incoming.take(n)
-                    flow = Flow(value, _dtype(dtype))
-                else:
-                    flow = Flow(x)
+                flow = Flow(x)
+                if self._team.place:
+                    flow, side = self._mail.take_over()
                 for stage in self.stages:
                     for unit in stage.units:
                         flow = unit.evaluate(flow, side)
-                if not team.is_last:
-                    above = team.ranks[team.place + 1]
-                    line = Outgoing(self._post, team, AS_IT_IS, above, "evaluate", 1)
-                    line.send(n, flow.value, (_name(flow.dtype), side))
-                    self._post.exchange()
-                    line.finish()
-                    return None
-                if flow.dtype is None:
-                    return flow.value
-                return tuple(self.arithmetic.real(each, flow.dtype) for each in flow.value)
+                self._mail.pass_on(flow, side)
         finally:
             for module, flag in flags:
                 module.training = flag
+        if not self._team.is_last:
+            return None
+        if flow.dtype is None:
+            return flow.value
+        return tuple(self.arithmetic.real(each, flow.dtype) for each in flow.value)
 
     def probe(self, every: int = 100) -> Probe:
         """Not here: a probe needs the whole network in one process."""
@@ -193,7 +183,7 @@ class DistributedPipeline(Pipeline):
                 for n, each in entries.items()
             }
             here = {n for inbox in self._up for n in inbox}
-            self._waiting_targets = {
+            self._future_targets = {
                 n: tree_map_only(Tensor, lambda each: each.to(self._device), target)
                 for n, target in state["targets"].items()
                 if self._team.is_last and n not in here
@@ -245,21 +235,16 @@ class DistributedPipeline(Pipeline):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The weights and buffers of the uncut model, under its names, on every rank."""
-        team, own = self._team, super().full_state_dict()
         with self._guarding():
-            looks = [[name, list(t.shape), _name(t.dtype)] for name, t in own.items()]
-            found = {}
-            for place, text in enumerate(team.tell_all(json.dumps(looks), team.stage_group)):
-                for name, shape, dtype in json.loads(text):
-                    mine = place == team.place
-                    tensor = own[name].cpu() if mine else torch.empty(shape, dtype=_dtype(dtype))
-                    team.spread_in_column(tensor, place)
-                    found[name] = tensor
-            return found
+            return share_all(self._team, super().full_state_dict())
 
     def close(self) -> None:
         """Stop watching the other processes; this one is about to end."""
         self._team.watch.close()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     @property
     def team(self) -> Team:
@@ -269,7 +254,7 @@ class DistributedPipeline(Pipeline):
     @property
     def num_bytes_sent(self) -> int:
         """By messages of ticks, from here, so far."""
-        return sum(each.bytes_sent for each in self._outgoing.values())
+        return self._mail.num_bytes_sent
 
     def __repr__(self) -> str:
         stages = f"{self._own.start} to {self._own[-1]}" if len(self._own) > 1 else self._own[0]
@@ -300,22 +285,6 @@ class DistributedPipeline(Pipeline):
                 unit.to(self._device)
         return own, mix_seeds(self.seed, team.column) if team.column else self.seed
 
-    def _connect(self) -> None:
-        """Lines to the neighbours."""
-        team = self._team
-        post = self._post = Post(team)
-        self._incoming: dict[Way, Incoming] = {}
-        self._outgoing: dict[Way, Outgoing] = {}
-        most = 2 * self.latency
-        if team.place > 0:
-            below = team.ranks[team.place - 1]
-            self._incoming["up"] = Incoming(post, team, self.packing, below, "up", self._device)
-            self._outgoing["down"] = Outgoing(post, team, self.packing, below, "down", most)
-        if not team.is_last:
-            above = team.ranks[team.place + 1]
-            self._incoming["down"] = Incoming(post, team, self.packing, above, "down", self._device)
-            self._outgoing["up"] = Outgoing(post, team, self.packing, above, "up", most)
-
     def _verify_agreement(self) -> None:
         """Refuse processes that were given different things."""
         mine = configuration(self) | {"cut": self.cut}
@@ -335,7 +304,7 @@ class DistributedPipeline(Pipeline):
         team, autocast = self._team, Autocast(self._device)
         self._known[n] = (side, autocast)
         if team.is_last and team.num_places > 1:
-            self._waiting_targets[n], target = target, None
+            self._future_targets[n], target = target, None
         if team.place == 0:
             if x is None:
                 raise ValueError("the first rank of a column needs the inputs, and got none")
@@ -345,9 +314,7 @@ class DistributedPipeline(Pipeline):
         if j in self._own:
             super()._deliver(way, j, message)
             return
-        flow, side = message.flow, message.side if way == "up" else {}
-        tree, exact = (flow.value, message.grads), (_name(flow.dtype), side)
-        self._outgoing[way].send(message.microbatch, tree, exact)
+        self._mail.send(way, message)
 
     def _fetch(self, way: Way, j: int, n: int) -> Message:
         inbox = (self._up if way == "up" else self._down)[j]
@@ -356,13 +323,12 @@ class DistributedPipeline(Pipeline):
         return inbox.pop(n)
 
     def _receive(self, way: Way, n: int) -> Message:
-        (value, grads), (dtype, arrived) = self._incoming[way].take(n)
+        flow, grads, arrived = self._mail.take(way, n)
         side, autocast = self._known[n]
-        flow = Flow(value, _dtype(dtype))
         if way == "down":
             return Message(n, flow, autocast, side, grads=grads)
         self._known[n] = (arrived, autocast)
-        return Message(n, flow, autocast, arrived, self._waiting_targets.pop(n, None))
+        return Message(n, flow, autocast, arrived, self._future_targets.pop(n, None))
 
     def _backward(self, j: int, n: int) -> None:
         super()._backward(j, n)
@@ -372,11 +338,8 @@ class DistributedPipeline(Pipeline):
     def _run_tick(self) -> Tick:
         self._team.watch.note(f"tick {self._first + self._tick}")
         t = self._tick
-        # NCCL's receives of a tick begin with its sends.
-        last = t if self._team.batches else t + self.latency - 1
-        for way, j, line in self._lines():
-            for n in self._travelling(way, j, range(t - self.latency, last + 1)):
-                line.expect(n)
+        for way, _, n in self._arriving(self._mail.ticks_ahead(t)):
+            self._mail.expect(way, n)
         tick = super()._run_tick()
         if self._share_loss:
             tick = self._with_loss(tick, t)
@@ -386,34 +349,21 @@ class DistributedPipeline(Pipeline):
             return Tick(reason=why)
         return tick
 
-    def _lines(self) -> list[tuple[Way, int, Incoming]]:
-        """Where messages come in: which way, to which stage, by which line."""
-        ends: dict[Way, int] = {"up": self._own[0], "down": self._own[-1]}
-        return [(way, ends[way], line) for way, line in self._incoming.items()]
-
-    def _travelling(self, way: Way, j: int, ticks: range) -> list[int]:
-        """The micro-batches whose messages to stage j are sent in these ticks, and are not here."""
-        last = len(self.cut) - 1
-        ago = j - 1 if way == "up" else 2 * last - (j + 1)
-        inbox = (self._up if way == "up" else self._down)[j]
-        found = (p - self.latency * ago for p in ticks)
-        numbers = (self._first + local for local in found if 0 <= local < self._entered)
-        return [n for n in numbers if n not in inbox]
+    def _arriving(self, ticks: range) -> Iterator[tuple[Way, int, int]]:
+        """The messages that are sent to stages here in some ticks, and have not been taken in."""
+        for way, j, local in self._mail.arriving(ticks, self._entered):
+            n = self._first + local
+            if n not in (self._up if way == "up" else self._down)[j]:
+                yield way, j, n
 
     def _drain(self) -> None:
         """Take in all that is on its way, as it is between two ticks of a pipeline in one place."""
-        for way, j, _ in self._lines():
-            inbox = (self._up if way == "up" else self._down)[j]
-            for n in self._travelling(way, j, range(self._tick - self.latency, self._tick)):
-                inbox[n] = self._receive(way, n)
-        self._finish_sends()
-
-    def _finish_sends(self) -> None:
-        for each in self._outgoing.values():
-            each.finish()
+        for way, j, n in self._arriving(range(self._tick - self.latency, self._tick)):
+            (self._up if way == "up" else self._down)[j][n] = self._receive(way, n)
+        self._mail.finish()
 
     def _end_tick(self) -> None:
-        self._post.exchange()
+        self._mail.exchange()
 
     def _norms(self) -> list[Tensor]:
         if self._clip is None or self._clip.over == "stage":
@@ -428,7 +378,7 @@ class DistributedPipeline(Pipeline):
         return dict(self._known)
 
     def _targets(self) -> dict[int, Any]:
-        return super()._targets() | self._waiting_targets
+        return super()._targets() | self._future_targets
 
     @torch.no_grad()
     def _average(self, module: nn.Module, grads: Sequence[Tensor]) -> None:
@@ -451,19 +401,6 @@ class DistributedPipeline(Pipeline):
             return tick
         return Tick(self._first + local, told.to(self._device, torch.get_default_dtype()))
 
-    def _share(self, output: Any) -> Any:
-        """Give the last rank's tree of tensors to all."""
-        team = self._team
-        leaves, spec = tree_flatten(output)
-        looks = [[list(each.shape), _name(each.dtype)] for each in leaves if team.is_last]
-        said = json.dumps([treespec_dumps(spec), looks]) if team.is_last else ""
-        text, looks = json.loads(team.tell_all(said, team.stage_group)[-1])
-        if not team.is_last:
-            leaves = [torch.empty(s, dtype=_dtype(d), device=self._device) for s, d in looks]
-        for each in leaves:
-            team.spread_in_column(each, team.num_places - 1)
-        return tree_unflatten(leaves, treespec_loads(text))
-
 
 def _resolve_device(units: dict[str, nn.Module], device: torch.device | str | None) -> torch.device:
     if device is not None:
@@ -479,11 +416,3 @@ def _resolve_device(units: dict[str, nn.Module], device: torch.device | str | No
 
 def _is_meta(modules: Iterable[nn.Module]) -> bool:
     return any(each.is_meta for m in modules for each in (*m.parameters(), *m.buffers()))
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: str | None) -> Any:
-    return None if name is None else getattr(torch, name)

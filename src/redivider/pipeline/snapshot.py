@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -71,7 +70,7 @@ def verify_snapshot(pipe: Any, state: Any) -> None:
 def restore_snapshot(pipe: Any, state: dict[str, Any]) -> None:
     """Put everything back; the state stays as it is."""
     state = _copied(state)
-    device = next(pipe._chain.parameters(), torch.empty(0)).device
+    device = pipe.device
     # A state from disk, or from another device, follows the model; optimizers see to their own.
     trainings, state = state["stages"], tree_map_only(Tensor, lambda t: t.to(device), state)
     targets, sides = state["targets"], {n: e["side"] for n, e in state["microbatches"].items()}

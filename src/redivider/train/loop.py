@@ -235,8 +235,9 @@ class Training:
                     self._write_score(self._engine.evaluate())
                 if stops:
                     self._leave()
-                late = time.monotonic() - saved >= 60 * self._recipe.save_minutes
-                if is_line and self._crew.agrees(late):
+                if is_line and self._crew.agrees(
+                    time.monotonic() - saved >= 60 * self._recipe.save_minutes
+                ):
                     self._save(optional=True)
                     saved = time.monotonic()
         self._seen += self._engine.finish()
