@@ -184,6 +184,7 @@ def _prepare(given: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, W
     from redivider.train.recipe import read_recipe
     from redivider.train.recipes import get_recipe
     from redivider.train.runs import RECIPE
+    from redivider.train.torchrun import is_restart
 
     if given.resume is not None:
         if given.recipe or rest or given.out:
@@ -198,8 +199,7 @@ def _prepare(given: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, W
     is_file = given.recipe.endswith(".json")
     recipe = read_recipe(Path(given.recipe)) if is_file else get_recipe(given.recipe)
     recipe = override(recipe, ["--help"] if given.help else rest)
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if given.out is not None and (given.out / RECIPE).exists() and not is_restart:
+    if given.out is not None and (given.out / RECIPE).exists() and not is_restart():
         name = shlex.quote(str(given.out))
         raise Usage(
             f"{name} holds a run already; go on with it by `redivider train --resume {name}`, "

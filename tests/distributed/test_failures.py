@@ -73,7 +73,7 @@ CASES = {
     is_killed: r"the connection to rank 0 \(stage 0\) has broken|rank 0 or its torchrun holds",
     sleeps: r"rank 1 \(stage 1\): in tick 6, was waited for 4 s",
     is_stopped: r"rank 1 \(stage 1\): gives no sign of life, and was waited for 4 s",
-    changes_shape: r"micro-batch 6 has messages of \[3, 6, 8\] float32, .* before of \[4, 6, 8\]",
+    changes_shape: r"messages are \[3, 6, 8\] float32, .* now, and were \[4, 6, 8\] float32",
     lacks_inputs: "first rank of a column needs the inputs",
     saves_nowhere: "there",
 }

@@ -4,13 +4,16 @@ import gc
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pipeline.reference import METHODS
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import redivider as rd
 from distributed.cases import batch, finish, model, options, run, sgd
 from distributed.launch import launch
 from redivider.initial import materialise
+from redivider.pipeline import wire
 
 
 def train(rank, cases):
@@ -89,6 +92,7 @@ def save(rank, changes, folder, num):
 
 
 def go_on(rank, changes, folder, num, first):
+    wire.NUM_TAGS = 8  # they begin anew often
     pipe = rd.DistributedPipeline(model(dropout=0.3), **options(**changes))
     run(pipe, 0, first)  # forgotten
     pipe.load(folder)
@@ -243,8 +247,70 @@ def test_a_model_without_memory_is_given_some_where_its_stages_are(tmp_path):
         assert all(torch.equal(full[name], weights[name]) for name in weights)
 
 
-def odd_ones(rank):
+class Either(nn.Module):
+    """Uses one of two weights, and gives more than tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return {"scores": (self.one if x.sum() > 0 else self.other)(x), "none": None, "number": 3}
+
+
+def choose(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    torch.manual_seed(0)
+    pipe = rd.DistributedPipeline(
+        [nn.Linear(5, 5), Either()],
+        mesh=mesh,
+        **options(loss=lambda output, target: F.cross_entropy(output["scores"], target)),
+    )
+    for n in range(20):
+        x, y, _ = batch(n, data_rank=rank // 2)
+        pipe.step(x[:, 0], y)
+    finish(pipe)
+    output = pipe.evaluate(x[:, 0])
+    return pipe.full_state_dict(), output
+
+
+def test_replicas_that_use_different_weights(tmp_path):
+    found = launch(choose, tmp_path, world_size=4)
+    for weights, output in found:
+        assert all(torch.equal(weights[name], found[0][0][name]) for name in weights)
+        assert output["none"] is None and output["number"] == 3 and output["scores"].shape == (4, 3)
+
+
+def backwards(rank):
+    mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("stage",))
+    pipe = rd.DistributedPipeline(model(), mesh=mesh, **options())
+    losses = run(pipe, 0, 12)
+    weights = pipe.full_state_dict()
+    x, _, mask = batch(99)
+    output = pipe.evaluate(x, **({"mask": mask} if rank == 1 else {}))
+    pipe.close()  # with things in flight
+    return losses, output, weights
+
+
+def test_a_mesh_in_another_order(tmp_path):
+    torch.set_num_threads(1)
+    found = launch(backwards, tmp_path, world_size=2)
+    pipe = rd.Pipeline(model(), stages=2, **options())
+    losses = run(pipe, 0, 12)
+    assert [loss.item() for _, loss in found[0][0]] == [loss.item() for _, loss in losses]
+    weights = pipe.full_state_dict()
+    for _, _, full in found:
+        assert all(torch.equal(full[name], weights[name]) for name in weights)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def odd_ones(rank, folder):
     pipe = rd.DistributedPipeline(model(), **options())
+    with pytest.raises(ValueError, match="holds no readable manifest"):
+        pipe.load(folder / "nowhere")
+    (folder / "file").touch()
+    with pytest.raises((OSError, ValueError), match="file"):
+        pipe.save(folder / "file" / "state")  # and they go on
     with pytest.raises(ValueError, match=r"use rd\.Pipeline"):
         pipe.probe()
     tick = pipe.step(*batch(0)[:2])
@@ -253,7 +319,7 @@ def odd_ones(rank):
 
 
 def test_what_is_elsewhere_is_said(tmp_path):
-    found = launch(odd_ones, tmp_path, world_size=2)
+    found = launch(odd_ones, tmp_path, tmp_path, world_size=2)
     assert "rank 0" in found[0] and "DistributedPipeline" in found[1]
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from train.small import recipe, rows
 
 from distributed.launch import launch
+from redivider.train.compare import compare
 from redivider.train.errors import TrainError
 from redivider.train.loop import train
 from redivider.train.recipe import Recipe, read_recipe
@@ -122,6 +123,29 @@ def test_what_cannot_be_spread(changes, reason, tmp_path, monkeypatch):
     with pytest.raises(TrainError, match=reason) as caught:
         train(small(**changes), tmp_path / "run")
     assert not caught.value.is_first and not (tmp_path / "run").exists()
+
+
+def test_a_comparison_runs_in_one_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TrainError, match="a comparison runs in one process"):
+        compare(small(compare=("store", "petra")), tmp_path / "run")
+
+
+def test_replicas_need_processes(tmp_path):
+    with pytest.raises(TrainError, match="2 replicas need as many processes"):
+        train(small(replicas=2), tmp_path / "run")
+
+
+def test_an_attempt_goes_on_in_the_folder_of_its_own_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    train(small(epochs=0.1), tmp_path / "run")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    train(small(epochs=0.1), tmp_path / "run", numbered=True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(small(epochs=0.1), tmp_path / "run", numbered=True).folder.name == "run-2"
+    with pytest.raises(TrainError, match="is there already"):
+        train(small(epochs=0.1), tmp_path / "run")  # which is not this one's
 
 
 def test_what_does_not_fit(tmp_path):

@@ -48,9 +48,9 @@ def test_four_processes_on_one_gpu(tmp_path):
     for changes, *ours in zip(cases, *results, strict=True):
         pipe = rd.Pipeline(model().cuda(), stages=4, **options(**changes), capture=False)
         losses = run(pipe, 0, 40) + finish(pipe)
-        x, _, mask = (each.cuda() for each in batch(99))
+        weights = {name: each.cpu().clone() for name, each in pipe.full_state_dict().items()}
+        x, _, mask = (each.cuda() for each in batch(99))  # moves a buffer
         output = pipe.evaluate(x, mask=mask).cpu()
-        weights = {name: each.cpu() for name, each in pipe.full_state_dict().items()}
         for (n, one), (m, other) in zip(losses, ours[-1][0], strict=True):
             assert n == m and torch.allclose(one.cpu(), other, rtol=1e-4), (changes, n)
         for _, there, full in ours:

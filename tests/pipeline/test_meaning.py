@@ -373,3 +373,38 @@ def test_the_grid_in_a_pipeline_equals_a_chain_on_the_grid():
         F.cross_entropy(plain(x), target).backward()
         for name, parameter in plain.named_parameters():
             assert torch.equal(grads[name], parameter.grad), name
+
+
+class Shift(nn.Module):
+    """The gradients of its input and of its weight are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4, 5))
+
+    def forward(self, x):
+        return x + self.shift
+
+
+def test_a_message_is_not_changed_by_clipping():
+    torch.manual_seed(0)
+    units = [nn.Linear(5, 5), Shift(), nn.Linear(5, 3)]
+    sent = []
+    pipe = rd.Pipeline(
+        units,
+        stages=3,
+        loss=F.mse_loss,
+        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1),
+        clip_norm=1e-6,
+    )
+    deliver = pipe._deliver
+
+    def noting(way, j, message):
+        if way == "down":
+            sent.append((message.grads[0], message.grads[0].clone()))
+        deliver(way, j, message)
+
+    pipe._deliver = noting
+    for _ in range(6):
+        pipe.step(torch.randn(4, 5), torch.randn(4, 3))
+    assert len(sent) == 7 and all(torch.equal(now, then) for now, then in sent)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import redivider as rd
 from pipeline.reference import METHODS
-from redivider.pipeline.state import MANIFEST, StateError
+from redivider.pipeline.state import MANIFEST, StateError, write_state
 
 OPTIMIZERS = {
     "sgd": lambda stage: torch.optim.SGD(stage.parameters(), lr=0.02, momentum=0.9),
@@ -292,3 +292,15 @@ def test_a_state_of_another_model_or_of_something_else_is_refused():
         build()[1].load_state_dict(state)
     with pytest.raises(StateError, match="not a state"):
         pipe.load_state_dict({"weights": 1})
+
+
+def test_two_processes_may_not_write_one_file(tmp_path):
+    class Two:
+        is_first = True
+
+        def tell_all(self, text):
+            return [text, text]
+
+    with pytest.raises(StateError, match=r"two processes have written loss\.safetensors"):
+        write_state(tmp_path / "state", {"loss": torch.zeros(2)}, Two())
+    assert not list(tmp_path.iterdir())

@@ -15,8 +15,12 @@ def accumulate(
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     widen: Callable[[list[Tensor], list[Tensor]], None] = widen,
+    others: Sequence[Tensor | None] = (),
 ) -> None:
-    """Add to the parameters' gradients, taking over a tensor only if no one else has it."""
+    """Add to the parameters' gradients, taking over a tensor only if no one else has it.
+
+    `others` are gradients that go elsewhere; autograd may give one tensor to several.
+    """
     pairs = [(each, grad) for each, grad in zip(parameters, grads, strict=True) if grad is not None]
     narrow = [(each, grad) for each, grad in pairs if grad.dtype != each.dtype]
     wide = {each: torch.empty_like(each, requires_grad=False) for each, _ in narrow}
@@ -24,7 +28,7 @@ def accumulate(
         widen(list(wide.values()), [grad for _, grad in narrow])
     sums: list[Tensor] = []
     addends: list[Tensor] = []
-    taken_over: set[int] = set()
+    taken_over = {each.untyped_storage().data_ptr() for each in others if each is not None}
     for parameter, grad in pairs:
         grad = wide.get(parameter, grad)
         if parameter.grad is not None:

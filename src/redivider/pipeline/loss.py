@@ -63,7 +63,8 @@ class Loss:
         n, flow = message.microbatch, message.flow
         guard(loss, n)
         grads = _pull_back(run, loss)
-        accumulate(parameters, grads[len(grads) - len(parameters) :])
+        own = grads[len(grads) - len(parameters) :]
+        accumulate(parameters, own, others=grads[:num_values])
         below = flow if flow.dtype is not None else Flow(None)
         down = Message(n, below, message.autocast, message.side, grads=grads[:num_values])
         return down, loss.detach(), tree_map_only(Tensor, Tensor.detach, aux)

@@ -14,7 +14,7 @@ from redivider.pipeline.stage import Message, Way
 from redivider.pipeline.team import Team
 from redivider.pipeline.tick import Action, actions
 from redivider.pipeline.unit import Flow
-from redivider.pipeline.wire import AS_IT_IS, Incoming, Outgoing, Post
+from redivider.pipeline.wire import AS_IT_IS, Incoming, Outgoing, Post, dtype_of, name_of
 
 
 class Mail:
@@ -46,7 +46,6 @@ class Mail:
         # The action of a neighbour that sends, by the stage here that gets it.
         self._senders: dict[tuple[str, int], tuple[Way, int]] = {}
         most = 2 * latency
-        self._num_passed = 0
         if team.place > 0:
             below = team.ranks[team.place - 1]
             self._senders["F", own[0] - 1] = ("up", own[0])
@@ -82,19 +81,19 @@ class Mail:
         ahead = 1 if self._team.batches else self._latency
         return range(t - self._latency, t + ahead)
 
-    def expect(self, way: Way, n: int) -> None:
-        """Make ready for a message."""
-        self._incoming[way].expect(n)
+    def expect(self, way: Way, num: int) -> None:
+        """Make ready for the next messages."""
+        self._incoming[way].expect(num)
 
     def send(self, way: Way, message: Message) -> None:
         """Send a message to the next process, or to the one before."""
         flow, side = message.flow, message.side if way == "up" else {}
         tree, exact = (flow.value, message.grads), (name_of(flow.dtype), side)
-        self._outgoing[way].send(message.microbatch, tree, exact)
+        self._outgoing[way].send(tree, exact)
 
-    def take(self, way: Way, n: int) -> tuple[Flow, list[Any], dict[str, Any]]:
-        """A message as it has come: its flow, gradients and, upwards, side inputs; waits for it."""
-        (value, grads), (dtype, side) = self._incoming[way].take(n)
+    def take(self, way: Way) -> tuple[Flow, list[Any], dict[str, Any]]:
+        """The next message: its flow, gradients and, upwards, side inputs; waits for it."""
+        (value, grads), (dtype, side) = self._incoming[way].take()
         return Flow(value, dtype_of(dtype)), grads, side
 
     def exchange(self) -> None:
@@ -111,24 +110,13 @@ class Mail:
         if not self._team.is_last and flow is not None:
             above = self._team.ranks[self._team.place + 1]
             line = Outgoing(self._post, self._team, AS_IT_IS, above, "evaluate", 1)
-            line.send(self._num_passed, flow.value, (name_of(flow.dtype), side))
+            line.send(flow.value, (name_of(flow.dtype), side))
             self._post.exchange()
             line.finish()
-        self._num_passed += 1
 
     def take_over(self) -> tuple[Flow, dict[str, Any]]:
         """What the process before has passed on."""
         below = self._team.ranks[self._team.place - 1]
         line = Incoming(self._post, self._team, AS_IT_IS, below, "evaluate", self._device)
-        value, (dtype, side) = line.take(self._num_passed)
+        value, (dtype, side) = line.take()
         return Flow(value, dtype_of(dtype)), side
-
-
-def name_of(dtype: torch.dtype | None) -> str | None:
-    """A dtype in plain data."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str | None) -> Any:
-    """A dtype from plain data."""
-    return None if name is None else getattr(torch, name)

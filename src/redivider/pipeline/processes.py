@@ -6,6 +6,7 @@ does is the same function of the schedule, only that some messages travel (wire.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils._pytree import (
     tree_map_only,
 )
 
+from redivider.chain import verify_keywords
 from redivider.initial import materialise
 from redivider.pipeline.cut import cut_evenly, units_of
 from redivider.pipeline.lockstep import Pipeline, Tick
@@ -25,9 +27,9 @@ from redivider.pipeline.mail import Mail
 from redivider.pipeline.place import units_of_stages
 from redivider.pipeline.probe import Probe
 from redivider.pipeline.shared import share_all, share_tree
-from redivider.pipeline.snapshot import configuration
+from redivider.pipeline.snapshot import configuration, verify_snapshot
 from redivider.pipeline.stage import Message, Way
-from redivider.pipeline.state import StateError, read_state, write_state
+from redivider.pipeline.state import StateError, all_well, read_state, write_state
 from redivider.pipeline.team import Team
 from redivider.pipeline.unit import Flow
 from redivider.replay.autocast import Autocast
@@ -141,6 +143,7 @@ class DistributedPipeline(Pipeline):
         self._chain.eval()
         try:
             with self._guarding():
+                verify_keywords(side, self._takes)
                 flow = Flow(x)
                 if self._team.place:
                     flow, side = self._mail.take_over()
@@ -174,13 +177,16 @@ class DistributedPipeline(Pipeline):
         """Continue from this process's part, or from a whole state, bit for bit."""
         with self._guarding():
             self._drain()
+            all_well(self._team, lambda: verify_snapshot(self, state))
             super().load_state_dict(state)
             entries = tree_map_only(
                 Tensor, lambda each: each.to(self._device), state["microbatches"]
             )
+            ticks = self.latency * (2 * (len(self.cut) - 1) - self._own[0])  # until it has left
             self._known = {
                 n: (each["side"], Autocast(self._device, each["autocast"]))
                 for n, each in entries.items()
+                if n - self._first + ticks >= self._tick
             }
             here = {n for inbox in self._up for n in inbox}
             self._future_targets = {
@@ -239,7 +245,10 @@ class DistributedPipeline(Pipeline):
             return share_all(self._team, super().full_state_dict())
 
     def close(self) -> None:
-        """Stop watching the other processes; this one is about to end."""
+        """Take in what is on its way, so that the others may end, too; in all processes."""
+        if self._stopped is None:
+            with self._guarding():
+                self._drain()
         self._team.watch.close()
 
     @property
@@ -278,16 +287,20 @@ class DistributedPipeline(Pipeline):
         here = dict(named[index] for index in units_of_stages(self.cut, own))
         if team.is_last and isinstance(loss, nn.Module):
             here["loss"] = loss
-        for name, unit in here.items():
-            if _is_meta([unit]):
-                materialise({name: unit}, seed=self.seed, device=self._device)
-            else:
-                unit.to(self._device)
+        without = {name: unit for name, unit in here.items() if _is_meta([unit])}
+        materialise(without, seed=self.seed, device=self._device)
+        for name in here.keys() - without.keys():
+            here[name].to(self._device)
         return own, mix_seeds(self.seed, team.column) if team.column else self.seed
 
     def _verify_agreement(self) -> None:
         """Refuse processes that were given different things."""
-        mine = configuration(self) | {"cut": self.cut}
+        clip = None if self._clip is None else [self._clip.norm, self._clip.over]
+        mine = configuration(self) | {
+            "cut": self.cut,
+            "clip_norm": clip,
+            "share_loss": self._share_loss,
+        }
         texts = [json.loads(each) for each in self._team.tell_all(json.dumps(mine))]
         for key, value in texts[0].items():
             for rank, other in zip(self._team.everyone, texts, strict=True):
@@ -323,7 +336,7 @@ class DistributedPipeline(Pipeline):
         return inbox.pop(n)
 
     def _receive(self, way: Way, n: int) -> Message:
-        flow, grads, arrived = self._mail.take(way, n)
+        flow, grads, arrived = self._mail.take(way)
         side, autocast = self._known[n]
         if way == "down":
             return Message(n, flow, autocast, side, grads=grads)
@@ -338,8 +351,9 @@ class DistributedPipeline(Pipeline):
     def _run_tick(self) -> Tick:
         self._team.watch.note(f"tick {self._first + self._tick}")
         t = self._tick
-        for way, _, n in self._arriving(self._mail.ticks_ahead(t)):
-            self._mail.expect(way, n)
+        soon = Counter(way for way, _, _ in self._arriving(self._mail.ticks_ahead(t)))
+        for way, num in soon.items():
+            self._mail.expect(way, num)
         tick = super()._run_tick()
         if self._share_loss:
             tick = self._with_loss(tick, t)
@@ -371,8 +385,8 @@ class DistributedPipeline(Pipeline):
         mine = torch.zeros(len(self.cut), dtype=torch.float64)
         for stage in self.stages:
             mine[stage.index] = stage.norm.double().cpu()
-        norms = torch.stack(self._team.gather(mine, self._team.stage_group)).sum(0)
-        return list(norms.to(self.stages[0].norm))
+        norms = torch.stack(self._team.gather(mine, in_column=True)).sum(0)
+        return list(norms.to(self._device))
 
     def _in_flight(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
         return dict(self._known)
@@ -381,12 +395,20 @@ class DistributedPipeline(Pipeline):
         return super()._targets() | self._future_targets
 
     @torch.no_grad()
-    def _average(self, module: nn.Module, grads: Sequence[Tensor]) -> None:
-        """Average gradients and running statistics over the replicas of a stage."""
+    def _average(self, module: nn.Module) -> None:
+        """Average gradients and running statistics over the replicas of a stage.
+
+        A parameter that one replica has not used has a gradient of zero there.
+        """
+        trained = [each for each in module.parameters() if each.requires_grad]
+        used = torch.tensor([float(each.grad is not None) for each in trained])
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         layers = counting_layers(list(module.modules()))
         names = ("running_mean", "running_var")
         running = [layer.get_buffer(name) for layer in layers for name in names]
-        self._team.average([*grads, *running])
+        self._team.average([used, *grads, *running])
+        for parameter, grad, part in zip(trained, grads, used.tolist(), strict=True):
+            parameter.grad = grad if part else None
 
     def _with_loss(self, tick: Tick, t: int) -> Tick:
         """Tell all the loss of a tick, if it has one."""
@@ -399,7 +421,7 @@ class DistributedPipeline(Pipeline):
         self._team.spread_in_column(told, self._team.num_places - 1)
         if tick.loss is not None:
             return tick
-        return Tick(self._first + local, told.to(self._device, torch.get_default_dtype()))
+        return Tick(self._first + local, told.to(self._device))
 
 
 def _resolve_device(units: dict[str, nn.Module], device: torch.device | str | None) -> torch.device:

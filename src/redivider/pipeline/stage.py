@@ -117,7 +117,7 @@ class Stage:
         self.norm = torch.zeros((), dtype=like.dtype, device=like.device)
         """Of the gradient at the last update, before clipping."""
         self.compiled_update: CompiledUpdate | None = None
-        self.average: Callable[[nn.Module, Sequence[Tensor]], None] | None = None
+        self.average: Callable[[nn.Module], None] | None = None
         """Averages gradients, and running statistics, over replicas, where there are some."""
         self.ahead: Ahead | None = None
         """How far a forward looks ahead, if it does."""
@@ -175,11 +175,11 @@ class Stage:
             clip: How gradients are clipped, if at all.
             other_norms: Of the other stages' gradients at their last updates.
         """
+        if self.average is not None:
+            self.average(self.module)
         grads = [each.grad for each in self.module.parameters() if each.grad is not None]
         if grads and self.num_pending > 1:
             torch._foreach_div_(grads, self.num_pending)
-        if self.average is not None:
-            self.average(self.module, grads)
         if clip is not None:
             self._clip(grads, clip, other_norms)
         for unit in self.units:

@@ -55,29 +55,33 @@ def write_state(folder: str | Path, state: dict[str, Any], writers: Writers | No
     folder, writers = Path(folder), writers or Alone()
     try:
         # The first one's number, since there may be several machines.
-        number = _all_well(writers, lambda: str(_make_new(folder)) if writers.is_first else "")[0]
+        number = all_well(writers, lambda: str(_make_new(folder)) if writers.is_first else "")[0]
         new = _beside(folder, "new", number)
-        parts = _all_well(writers, lambda: json.dumps(_write_part(new, state)))
-        _all_well(writers, lambda: _finish(folder, new, parts) if writers.is_first else "")
+        parts = all_well(writers, lambda: json.dumps(_write_part(new, state)))
+        all_well(writers, lambda: _finish(folder, new, parts) if writers.is_first else "")
     except BaseException:
         if writers.is_first:
             shutil.rmtree(_beside(folder, "new", str(os.getpid())), ignore_errors=True)
         raise
 
 
-def _all_well(writers: Writers, do: Callable[[], str]) -> list[str]:
-    """Do something in every process, and go on in all of them or in none."""
+def all_well(writers: Writers, do: Callable[[], str]) -> list[str]:
+    """Do something in every process, and go on in all of them or in none.
+
+    An error that comes of it is everybody's: `is_agreed`.
+    """
     error: Exception | None = None
     try:
         text = json.dumps(["done", do()])
     except (OSError, StateError) as raised:
         error, text = raised, json.dumps([type(raised).__name__, str(raised)])
     found = [json.loads(each) for each in writers.tell_all(text)]
-    if error is not None:
-        raise error
     for rank, (kind, said) in enumerate(found):
-        if kind != "done":
-            raise (StateError if kind == "StateError" else OSError)(f"rank {rank}: {said}")
+        if kind != "done" and error is None:
+            error = (StateError if kind == "StateError" else OSError)(f"rank {rank}: {said}")
+    if error is not None:
+        error.is_agreed = True  # type: ignore[attr-defined]
+        raise error
     return [said for _, said in found]
 
 
@@ -105,6 +109,9 @@ def _finish(folder: Path, new: Path, parts: list[str]) -> str:
     """Write the manifest of all parts, and put the folder in its place."""
     merged: dict[str, Any] = {"files": {}, "tree": ["dict"]}
     for part in map(json.loads, parts):
+        twice = merged["files"].keys() & part["files"].keys()
+        if twice:
+            raise StateError(f"two processes have written {', '.join(sorted(twice))}")
         merged["files"] |= part["files"]
         merged["tree"] = _merge(merged["tree"], part["tree"])
     text = json.dumps(merged, indent=1)
@@ -113,6 +120,7 @@ def _finish(folder: Path, new: Path, parts: list[str]) -> str:
     for path in (new / MANIFEST, new):  # on the disk before the name is: power may fail
         _sync(path)
     old = _beside(folder, "old", str(os.getpid()))
+    shutil.rmtree(old, ignore_errors=True)  # of a process with this number that was killed
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
@@ -164,7 +172,7 @@ def read_state(
         found.append(_read_part(Path(folder), wanted))
         return ""
 
-    _all_well(readers or Alone(), read)
+    all_well(readers or Alone(), read)
     return found[0]
 
 
@@ -245,8 +253,8 @@ def _file(path: tuple[Any, ...]) -> str:
         keys = keys[1:]
     if keys[0] == "columns":
         prefix, keys = f"column-{keys[1]}-", keys[2:]
-    if keys[0] in ("units", "stages") and len(keys) > 1:
-        return f"{prefix}{keys[0][:-1]}-{keys[1]}"
+    if keys[0] in ("units", "stages", "seen") and len(keys) > 1:
+        return f"{prefix}{keys[0].removesuffix('s')}-{keys[1]}"
     return prefix + keys[0]
 
 

@@ -47,6 +47,11 @@ class Team:
                 f"{mesh.mesh_dim_names} of {tuple(mesh.mesh.shape)}"
             )
         self.rank = dist.get_rank()
+        if sorted(table.flatten().tolist()) != list(range(dist.get_world_size())):
+            raise ValueError(
+                f"the mesh must hold every rank once, got {table.tolist()} of "
+                f"{dist.get_world_size()} ranks"
+            )
         self.column, self.place = (int(each) for each in (table == self.rank).nonzero()[0])
         self.ranks = [int(each) for each in table[self.column]]
         self.num_columns, self.num_places = table.shape
@@ -75,18 +80,17 @@ class Team:
     def guarding(self) -> Iterator[None]:
         """End all processes if something goes wrong here, and hear of it if it does elsewhere."""
         self.watch.verify_well()
-        outer, self.watch.is_guarded = self.watch.is_guarded, True
         try:
             yield
         except Exception as error:
+            if getattr(error, "is_agreed", False):
+                raise  # everybody has it, and can go on
             if not isinstance(error, PipelineError):
                 notes = ", ".join(getattr(error, "__notes__", []))
                 told = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
                 self.watch.publish(f"{self.watch.name(self.rank)}: {told}")
             self.watch.close()
             raise
-        finally:
-            self.watch.is_guarded = outer
 
     def name_stages(self, place: int, stages: str) -> None:
         """Say which stages the ranks at a place have, for errors."""
@@ -124,7 +128,7 @@ class Team:
         """Give the first replica's tensors to the others."""
         if self.data_group is None or self.num_columns == 1:
             return
-        source = dist.get_global_rank(self.data_group, 0)
+        source = self.everyone[self.place]
         for each in tensors:
             self._broadcast(each, source, self.data_group)
 
@@ -134,26 +138,38 @@ class Team:
 
     def _broadcast(self, tensor: Tensor, source: int, group: Any) -> None:
         sent = tensor.detach().to(self.device).contiguous()
-        self.wait(dist.broadcast(sent, source, group=group, async_op=True), source)
+        if sent.numel():  # as bytes: backends do not know all dtypes
+            data = sent.reshape(-1).view(torch.uint8)
+            self.wait(dist.broadcast(data, source, group=group, async_op=True), source)
         if self.rank != source:
             tensor.detach().copy_(sent)
 
-    def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """Everybody's tensors, of one shape, in the order of ranks."""
+    def gather(self, tensor: Tensor, *, in_column: bool = False) -> list[Tensor]:
+        """Tensors of one shape of all ranks, or those of a column, in the order of the mesh."""
+        group = self.stage_group if in_column else None
         sent = tensor.detach().to(self.device)
-        found = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+        numbers = dist.get_process_group_ranks(group)
+        found = [torch.empty_like(sent) for _ in numbers]
         self.wait(dist.all_gather(found, sent, group=group, async_op=True))
-        return found
+        order = self.ranks if in_column else self.everyone
+        return [found[numbers.index(rank)] for rank in order]
 
-    def tell_all(self, text: str, group: Any = None) -> list[str]:
-        """Give a text to all ranks, and get everybody's, in their order."""
+    def tell_all(self, text: str) -> list[str]:
+        """Give a text to all ranks, and get everybody's, in the order of the mesh."""
+        return self._tell(text, in_column=False)
+
+    def tell_column(self, text: str) -> list[str]:
+        """The same within a column."""
+        return self._tell(text, in_column=True)
+
+    def _tell(self, text: str, *, in_column: bool) -> list[str]:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else None
         size = torch.tensor([0 if data is None else len(data)])
-        sizes = [int(each) for each in self.gather(size, group)]
+        sizes = [int(each) for each in self.gather(size, in_column=in_column)]
         padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
         if data is not None:
             padded[: len(data)] = data
-        found = self.gather(padded, group)
+        found = self.gather(padded, in_column=in_column)
         pairs = zip(found, sizes, strict=True)
         return [bytes(each[:num].tolist()).decode() for each, num in pairs]
 

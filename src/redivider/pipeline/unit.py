@@ -173,7 +173,7 @@ class Unit:
         if self.ring is not None:
             kept = replace(kept, value=self.ring.take())
         below, grads, own = self._pull(kept, flow, grads, side)
-        accumulate(self.parameters, own, self.widen)
+        accumulate(self.parameters, own, self.widen, others=grads)
         self.weights.give_back(kept.version)
         return below, grads
 

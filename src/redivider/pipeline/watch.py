@@ -22,7 +22,6 @@ from redivider.errors import PipelineError
 BEAT = 0.5  # seconds
 GRACE = 10.0  # seconds for a process that has heard of a failure to end by itself
 FAILURE = "failure"
-GONE = "the store is gone"
 
 
 class Watch:
@@ -82,7 +81,7 @@ class Watch:
         try:
             return self._find_reason(rank, error)
         except RuntimeError:
-            if self._state.heard is not None and GONE not in self._state.heard:
+            if self._state.heard is not None:
                 return self._state.heard
             return (
                 f"{self.name(self._rank)}: {self._lost(rank)}; the store, which rank 0 or its "
@@ -143,15 +142,6 @@ class Watch:
         beats, waits_for, doing = self._store.get(f"rank {rank}").decode().split(" ", 2)
         return int(beats), None if waits_for == "-" else int(waits_for), doing
 
-    @property
-    def is_guarded(self) -> bool:
-        """Whether this process is inside of a call that others wait for."""
-        return self._state.is_guarded
-
-    @is_guarded.setter
-    def is_guarded(self, value: bool) -> None:
-        self._state.is_guarded = value
-
     def note(self, doing: str) -> None:
         """Say what this process does."""
         self._state.doing = doing
@@ -162,8 +152,6 @@ class _State:
         self.waits_for: int | None = None
         self.doing = "its beginning"
         self.heard: str | None = None
-        self.is_guarded = False
-        """Whether it is inside of a call that others wait for."""
         self.is_over = threading.Event()
 
 
@@ -178,11 +166,8 @@ def _beat(store: Any, rank: int, state: _State) -> None:
             store.set(f"rank {rank}", f"{beats} {waits_for} {state.doing}")
             if state.heard is None and store.check([FAILURE]):
                 state.heard, heard_at = store.get(FAILURE).decode(), time.monotonic()
-        except Exception:  # the store is gone: the run has failed, or has come to its end
-            if state.heard is None:
-                state.heard = f"{GONE}: rank 0 or its torchrun has ended"
-        if not heard_at and state.heard is not None and state.is_guarded:
-            heard_at = time.monotonic()
+        except Exception:
+            return  # the store is gone: the run has failed, or has come to its end
         if heard_at and time.monotonic() - heard_at > GRACE:
             sys.stderr.write(f"rank {rank}: ends, since another rank has failed: {state.heard}\n")
             sys.stderr.flush()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import (
+    TreeSpec,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
@@ -32,10 +33,11 @@ from redivider.pipeline.packing import Packing
 from redivider.pipeline.team import Team
 
 NUM_TENSORS = 2**12  # of a message, at most
-NUM_TAGS = 2**15  # micro-batches until tags begin anew
+NUM_TAGS = 2**15  # messages until tags begin anew
 Kind: TypeAlias = Literal["up", "down", "evaluate"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 AS_IT_IS = Packing(None)
+Look: TypeAlias = tuple[TreeSpec, list[Any]]
 
 
 class Transfer:
@@ -106,11 +108,12 @@ class Outgoing:
     most: int
     """Messages that may be on their way before one more waits for the first of them."""
     bytes_sent: int = 0
-    _look: str | None = None
+    _num: int = 0
+    _look: Look | None = None
     _leaving: deque[list[Transfer]] = field(default_factory=deque)
 
-    def send(self, n: int, tree: Any, exact: Any) -> None:
-        """Send a message of micro-batch n, and what must not be rounded of it."""
+    def send(self, tree: Any, exact: Any) -> None:
+        """Send a message, and what must not be rounded of it."""
         leaves, spec = tree_flatten((tree, exact))
         num = len(tree_leaves(tree))
         packed = [
@@ -120,16 +123,16 @@ class Outgoing:
             for i, leaf in enumerate(leaves)
         ]
         looks = [
-            _plain(leaf) if parts is None else [_name(leaf.dtype), *map(_look_of, parts)]
+            _plain(leaf) if parts is None else [name_of(leaf.dtype), *map(_look_of, parts)]
             for leaf, parts in zip(leaves, packed, strict=True)
         ]
-        look = json.dumps([treespec_dumps(spec), looks])
-        begun = [] if self._look == look else self._tell(n, look)
+        begun = self._tell((spec, looks))
         parts = [part for some in packed if some is not None for part in some]
         flat = [part.permute(order_of(part)) for part in parts]
         for i, part in enumerate(_on(self.team.device, flat)):
-            begun.append(self.post.begin("send", part, self.rank, _tag(self.kind, n, i)))
+            begun.append(self.post.begin("send", part, self.rank, _tag(self.kind, self._num, i)))
             self.bytes_sent += part.nbytes
+        self._num += 1
         self._leaving.append(begun)
         while len(self._leaving) > self.most:
             self._finish_first()
@@ -144,27 +147,25 @@ class Outgoing:
             each.wait()
         self._leaving.popleft()
 
-    def _tell(self, n: int, look: str) -> list[Transfer]:
-        """Say how messages look; once."""
+    def _tell(self, look: Look) -> list[Transfer]:
+        """Say how messages look, once; refuse one that looks otherwise."""
+        if self._look == look:
+            return []
         if self._look is not None:
-            raise ValueError(
-                f"micro-batch {n} has messages of {_shapes(look)}, those before of "
-                f"{_shapes(self._look)}: all micro-batches of a DistributedPipeline have one "
-                "shape; leave the last, smaller batch of an epoch out"
-            )
+            raise ValueError(_differ(self._look, look))
         self._look = look
-        data = torch.frombuffer(bytearray(look.encode()), dtype=torch.uint8).to(self.team.device)
+        text = json.dumps([dump_tree(look[0]), look[1]])
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.team.device)
         size = torch.tensor([len(data)], device=self.team.device)
-        found = []
-        for i, each in enumerate((size, data)):
-            tag = _tag(self.kind, n, NUM_TENSORS - 2 + i)
-            found.append(self.post.begin("send", each, self.rank, tag))
-        return found
+        return [
+            self.post.begin("send", each, self.rank, _tag(self.kind, 0, NUM_TENSORS - 2 + i))
+            for i, each in enumerate((size, data))
+        ]
 
 
 @dataclass
 class Incoming:
-    """Messages from a neighbour."""
+    """Messages from a neighbour, in the order in which they were sent."""
 
     post: Post
     team: Team
@@ -173,34 +174,35 @@ class Incoming:
     kind: Kind
     device: torch.device
     """Where messages are wanted."""
-    _look: Any = None
-    _posted: dict[int, list[Transfer]] = field(default_factory=dict)
+    _num: int = 0
+    _look: Look | None = None
+    _posted: deque[list[Transfer]] = field(default_factory=deque)
 
-    def expect(self, n: int) -> None:
-        """Make ready for the message of micro-batch n, if it is known how it looks."""
-        if self._look is None or n in self._posted:
-            return
-        _, looks = self._look
-        wired = [part for look in looks if _is_tensor(look) for part in look[1:]]
-        self._posted[n] = []
-        for i, (shape, dtype, order) in enumerate(wired):
-            buffer = torch.empty(
-                [shape[each] for each in order],
-                dtype=getattr(torch, dtype),
-                device=self.team.device,
-                pin_memory=self.team.device.type == "cpu" and self.device.type == "cuda",
-            )
-            tag = _tag(self.kind, n, i)
-            self._posted[n].append(self.post.begin("receive", buffer, self.rank, tag))
+    def expect(self, num: int) -> None:
+        """Make ready for as many messages, if it is known how they look."""
+        while self._look is not None and len(self._posted) < num:
+            wired = [part for look in self._look[1] if _is_tensor(look) for part in look[1:]]
+            begun = []
+            for i, (shape, dtype, order) in enumerate(wired):
+                buffer = torch.empty(
+                    [shape[each] for each in order],
+                    dtype=dtype_of(dtype),
+                    device=self.team.device,
+                    pin_memory=self.team.device.type == "cpu" and self.device.type == "cuda",
+                )
+                tag = _tag(self.kind, self._num, i)
+                begun.append(self.post.begin("receive", buffer, self.rank, tag))
+            self._posted.append(begun)
+            self._num += 1
 
-    def take(self, n: int) -> Any:
-        """The message of micro-batch n; waits for it."""
+    def take(self) -> Any:
+        """The next message; waits for it."""
         if self._look is None:
-            self._look = self._hear(n)
-        if n not in self._posted:
-            self.expect(n)
+            self._look = self._hear()
+        if not self._posted:
+            self.expect(1)
             self.post.exchange()
-        parts = iter([transfer.wait() for transfer in self._posted.pop(n)])
+        parts = iter([transfer.wait() for transfer in self._posted.popleft()])
         spec, looks = self._look
         leaves = []
         for look in looks:
@@ -212,25 +214,47 @@ class Incoming:
                 next(parts).permute(_inverse(order)).to(self.device, non_blocking=True)
                 for _, _, order in wired
             ]
-            leaves.append(self.packing.unpack(found, getattr(torch, dtype)))
-        return tree_unflatten(leaves, treespec_loads(spec))
+            leaves.append(self.packing.unpack(found, dtype_of(dtype)))
+        return tree_unflatten(leaves, spec)
 
-    def _hear(self, n: int) -> Any:
+    def _hear(self) -> Look:
         size = torch.zeros(1, dtype=torch.int64, device=self.team.device)
-        self._receive(size, _tag(self.kind, n, NUM_TENSORS - 2))
+        self._receive(size, 0)
         data = torch.zeros(int(size), dtype=torch.uint8, device=self.team.device)
-        self._receive(data, _tag(self.kind, n, NUM_TENSORS - 1))
-        return json.loads(bytes(data.tolist()).decode())
+        self._receive(data, 1)
+        spec, looks = json.loads(bytes(data.tolist()).decode())
+        return treespec_loads(spec), looks
 
-    def _receive(self, tensor: Tensor, tag: int) -> None:
+    def _receive(self, tensor: Tensor, i: int) -> None:
+        tag = _tag(self.kind, 0, NUM_TENSORS - 2 + i)
         transfer = self.post.begin("receive", tensor, self.rank, tag)
         self.post.exchange()
         transfer.wait()
 
 
-def _tag(kind: Kind, n: int, i: int) -> int:
+def name_of(dtype: torch.dtype | None) -> str | None:
+    """A dtype in plain data."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str | None) -> Any:
+    """A dtype from plain data."""
+    return None if name is None else getattr(torch, name)
+
+
+def dump_tree(spec: TreeSpec) -> str:
+    """A tree's structure as text."""
+    try:
+        return treespec_dumps(spec)
+    except NotImplementedError:
+        raise TypeError(
+            f"between processes only tensors in tuples, lists and dictionaries travel, got {spec}"
+        ) from None
+
+
+def _tag(kind: Kind, num: int, i: int) -> int:
     """So that a message can be taken for no other; NCCL has no tags, and goes by the order."""
-    return ((n % NUM_TAGS) * 4 + KINDS.index(kind)) * NUM_TENSORS + i
+    return ((num % NUM_TAGS) * 4 + KINDS.index(kind)) * NUM_TENSORS + i
 
 
 def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
@@ -245,16 +269,27 @@ def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _look_of(tensor: Tensor) -> list[Any]:
-    return [list(tensor.shape), _name(tensor.dtype), order_of(tensor)]
+    return [list(tensor.shape), name_of(tensor.dtype), order_of(tensor)]
 
 
-def _shapes(look: str) -> str:
-    leaves = json.loads(look)[1]
-    return ", ".join(f"{e[1][0]} {e[0]}" if _is_tensor(e) else str(e) for e in leaves)
+def _differ(before: Look, now: Look) -> str:
+    """Why a message cannot follow another one."""
+    if before[0] == now[0]:
+        for one, other in zip(before[1], now[1], strict=True):
+            if one != other and not _is_tensor(one):
+                return (
+                    f"a side input is {other!r} now, and was {one!r}: numbers must stay the same "
+                    "over all micro-batches; give one that changes as a tensor"
+                )
+    shapes = [", ".join(_say(each) for each in look[1]) for look in (now, before)]
+    return (
+        f"messages are {shapes[0]} now, and were {shapes[1]}: all micro-batches of a "
+        "DistributedPipeline have one shape; leave the last, smaller batch of an epoch out"
+    )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _say(look: Any) -> str:
+    return f"{look[1][0]} {look[0]}" if _is_tensor(look) else repr(look)
 
 
 def _is_tensor(look: Any) -> bool:

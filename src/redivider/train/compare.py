@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from redivider.train.crew import said_once
 from redivider.train.engine import PipelineEngine
+from redivider.train.errors import TrainError
 from redivider.train.folder import claim, write_whole
 from redivider.train.loop import Result, Stopped, build, resolved, train
 from redivider.train.recipe import Recipe
 from redivider.train.report import write_report
 from redivider.train.runs import RECIPE, read_run
+from redivider.train.torchrun import num_processes
 
 REPORT = "report.html"
 
@@ -39,6 +42,10 @@ def compare(
     Returns:
         The folder, and the rows of the table.
     """
+    if num_processes() > 1:
+        raise said_once(
+            TrainError("a comparison runs in one process; train by one method under torchrun")
+        )
     recipe = resolved(recipe)
     runs = variants(recipe)
     if not resume:

@@ -100,17 +100,7 @@ class Ranks(Crew):
         self._team.watch.close()
 
 
-def num_processes() -> int:
-    """That torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-
-
 def said_once(error: TrainError) -> TrainError:
     """An error that all processes have, which one of them is to say."""
     error.is_first = os.environ.get("RANK", "0") == "0"
     return error
-
-
-def is_restart() -> bool:
-    """Whether torchrun has started them before, and they have failed."""
-    return num_processes() > 1 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

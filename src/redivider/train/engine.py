@@ -23,11 +23,12 @@ from redivider.pipeline.lockstep import Pipeline
 from redivider.pipeline.processes import DistributedPipeline
 from redivider.pipeline.tick import Action, delay
 from redivider.pipeline.timeline import measured_spans
-from redivider.train.crew import Crew, Ranks, num_processes
+from redivider.train.crew import Crew, Ranks
 from redivider.train.optim import make_optimizer
 from redivider.train.recipe import Recipe
 from redivider.train.schedule import Schedule
 from redivider.train.task import Score, Task
+from redivider.train.torchrun import num_processes
 
 logger = logging.getLogger("redivider")
 
@@ -217,6 +218,8 @@ class PipelineEngine(Engine):
             capture=recipe.capture,
             example=task.train[0][0] if isinstance(recipe.stages, int) else None,
         )
+        # Whatever the number of processes, a run goes on with the same stages.
+        self.recipe = replace(recipe, stages=tuple(self.pipe.cut))
         if recipe.compile:
             self.pipe.compile(dynamic=False)
         self.probe = self.pipe.probe(every=recipe.probe_every) if recipe.probe_every else None
@@ -278,8 +281,6 @@ class DistributedEngine(PipelineEngine):
     def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
         super().__init__(recipe, task, schedule)
         self.crew = Ranks(self.pipe.team)
-        # Whatever the number of processes, the run goes on with the same stages.
-        self.recipe = replace(recipe, stages=tuple(self.pipe.cut))
         if recipe.channels_last:
             for stage in self.pipe.stages:
                 stage.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

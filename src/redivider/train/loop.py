@@ -12,11 +12,11 @@ import torch
 
 import redivider
 from redivider.data import DataError
-from redivider.pipeline.state import write_tensors
+from redivider.pipeline.state import StateError, write_tensors
 from redivider.pipeline.team import join
 from redivider.train.checkpoint import Checkpoints
 from redivider.train.clock import Clock
-from redivider.train.crew import is_restart, num_processes, said_once
+from redivider.train.crew import said_once
 from redivider.train.engine import Engine, PipelineEngine, Seen, make_engine
 from redivider.train.errors import TrainError
 from redivider.train.folder import claim, locked, write_whole, writing
@@ -28,7 +28,9 @@ from redivider.train.runs import LOG, RECIPE, read_run
 from redivider.train.schedule import Schedule
 from redivider.train.stop import Stop, stopping
 from redivider.train.task import Score, make_task
+from redivider.train.torchrun import is_restart, num_processes, run_id
 
+RUN_ID = ".torchrun"  # whose attempts go on in a folder
 NUM_TRACED = 4  # ticks on the timeline of a report
 ROUNDING = 1e-9  # of fractions of epochs
 
@@ -59,25 +61,37 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, numbered: bool 
         resume: Go on with that run.
         numbered: Take a folder with a number instead, if this one is there already.
     """
-    if resume:
-        ended = read_run(folder).end if (folder / RECIPE).exists() else []
-        if ended:
-            score = Score(_number(ended[-1]["loss"]), ended[-1]["accuracy"])
-            return Result(folder, score, ended[-1]["seconds"])
+    ended = _find_end(folder) if resume else None
+    if ended is not None:
+        return ended
     engine = build(resolved(recipe))
     recipe, crew = engine.recipe, engine.crew
     with crew.guarding():
         if not resume and is_restart():
-            found = crew.decide(lambda: _find_unfinished(recipe, folder))
+            found = crew.decide(lambda: _find_begun(folder, numbered))
             folder, resume = Path(found or folder), bool(found)
+            ended = _find_end(folder) if resume and (folder / LOG).exists() else None
+            if ended is not None:
+                return ended
         if not resume:
             folder = Path(crew.decide(lambda: str(_begin(recipe, folder, numbered))))
         with stopping() as stop:
             return _train_in(folder, recipe, engine, stop, resume)
 
 
+def _find_end(folder: Path) -> Result | None:
+    """What a run has ended with, if it has."""
+    ended = read_run(folder).end if (folder / RECIPE).exists() else []
+    if not ended:
+        return None
+    score = Score(_number(ended[-1]["loss"]), ended[-1]["accuracy"])
+    return Result(folder, score, ended[-1]["seconds"])
+
+
 def _begin(recipe: Recipe, folder: Path, numbered: bool) -> Path:
     folder = claim(folder, numbered=numbered)
+    if run_id():
+        write_whole(folder / RUN_ID, run_id())
     write_whole(folder / RECIPE, recipe.to_json())
     return folder
 
@@ -97,14 +111,12 @@ def _train_in(folder: Path, recipe: Recipe, engine: Engine, stop: Stop, resume: 
             ) from error
 
 
-def _find_unfinished(recipe: Recipe, folder: Path) -> str:
-    """Where torchrun's last attempt has been, if it has begun."""
-    numbered = folder.parent.glob(f"{folder.name}-*")
-    found = [each for each in (folder, *numbered) if (each / RECIPE).exists()]
-    mine = recipe.to_json()
-    for each in sorted(found, key=lambda each: (each / RECIPE).stat().st_mtime, reverse=True):
-        is_mine = (each / RECIPE).read_text() == mine
-        if is_mine and not ((each / LOG).exists() and read_run(each).end):
+def _find_begun(folder: Path, numbered: bool) -> str:
+    """Where an earlier attempt of this torchrun has begun, if it has."""
+    others = folder.parent.glob(f"{folder.name}-*") if numbered else ()
+    for each in (folder, *others):
+        mark = each / RUN_ID
+        if mark.exists() and mark.read_text() == run_id() and (each / RECIPE).exists():
             return str(each)
     return ""
 
@@ -125,6 +137,11 @@ def build(recipe: Recipe) -> Engine:
     torch.manual_seed(recipe.seed)
     if num_processes() > 1:
         device = join_processes(recipe, device)
+    elif recipe.replicas > 1:
+        raise TrainError(
+            f"{recipe.replicas} replicas need as many processes, or more: torchrun "
+            f"--nproc-per-node {2 * recipe.replicas} -m redivider train ..."
+        )
     try:
         task = make_task(recipe, device)
     except ValueError as error:  # of data and models, each saying what to do
@@ -380,7 +397,10 @@ class Training:
         if found is None:
             return None  # killed before the first one: from the beginning
         state: dict[str, Any] = found
-        self._engine.load_state_dict(state["engine"])
+        try:
+            self._engine.load_state_dict(state["engine"])
+        except StateError as error:
+            raise TrainError(f"the checkpoint does not fit: {error}") from error
         self._step = state["step"]
         device = self._engine.device
         self._seen = [

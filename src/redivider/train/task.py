@@ -11,8 +11,8 @@ from redivider.chain import Chain
 from redivider.data import Batches, Source, Text, load
 from redivider.models.catalogue import create_model
 from redivider.models.cross_entropy import ChunkedCrossEntropy
-from redivider.train.crew import num_processes
 from redivider.train.recipe import Recipe
+from redivider.train.torchrun import num_processes
 
 MOST_AT_ONCE = 512  # samples in a batch of an evaluation
 
