@@ -42,9 +42,9 @@ def make(model, *, capture, stages=5, accumulate=1, **options):
     )
 
 
-def tokens_model():
+def tokens_model(dropout=0.2):
     torch.manual_seed(0)
-    couplings = [rd.Coupling(MLP(32, dropout=0.2)) for _ in range(6)]
+    couplings = [rd.Coupling(MLP(32, dropout=dropout)) for _ in range(6)]
     units = [nn.Linear(8, 32), rd.Duplicate(), *couplings, rd.Fuse(), nn.Linear(64, 5)]
     return rd.Chain(units).cuda()
 
@@ -131,10 +131,13 @@ def test_revnet(accumulate, dtype):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at inputs
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
 def test_compiled():
-    """Captured and eager run the same kernels; plain ones differ by rounding."""
+    """Captured and eager run the same kernels; plain ones differ by rounding.
+
+    Without dropout, whose numbers the compiler draws in another way.
+    """
     found = []
     for capture, compiled in ((True, True), (False, True), (False, False)):
-        pipe = make(tokens_model(), capture=capture)
+        pipe = make(tokens_model(dropout=0.0), capture=capture)
         if compiled:
             pipe.compile(dynamic=False)
         found.append(run(pipe, 60))
