@@ -304,6 +304,27 @@ def test_a_mesh_in_another_order(tmp_path):
     assert torch.equal(found[0][1], found[1][1])
 
 
+def in_turn(rank):
+    pipes = [rd.DistributedPipeline(model(), **options(latency=2, seed=s)) for s in (1, 2)]
+    for i, first, last in ((0, 0, 5), (1, 0, 12), (0, 5, 20), (1, 12, 20)):
+        run(pipes[i], first, last)
+    for pipe in pipes:
+        finish(pipe)
+    return [pipe.full_state_dict() for pipe in pipes]
+
+
+def test_two_pipelines_in_the_same_processes(tmp_path):
+    torch.set_num_threads(1)
+    found = launch(in_turn, tmp_path, world_size=2)
+    for seed, *ours in zip((1, 2), *found, strict=True):
+        pipe = rd.Pipeline(model(), stages=2, **options(latency=2, seed=seed))
+        run(pipe, 0, 20)
+        finish(pipe)
+        weights = pipe.full_state_dict()
+        for full in ours:
+            assert all(torch.equal(full[name], weights[name]) for name in weights)
+
+
 def odd_ones(rank, folder):
     pipe = rd.DistributedPipeline(model(), **options())
     with pytest.raises(ValueError, match="holds no readable manifest"):

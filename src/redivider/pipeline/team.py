@@ -68,6 +68,7 @@ class Team:
         shared = dist.distributed_c10d._get_default_store()
         prefix = f"redivider-{_attempt()}-{_num_teams}"
         store = dist.distributed_c10d.PrefixStore(prefix, shared)
+        self.number = _num_teams
         _num_teams += 1
         self.watch = Watch(store, self.rank, self.everyone, timeout)
 

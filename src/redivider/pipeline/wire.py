@@ -32,8 +32,9 @@ from redivider.pipeline.dense import dense, order_of
 from redivider.pipeline.packing import Packing
 from redivider.pipeline.team import Team
 
-NUM_TENSORS = 2**12  # of a message, at most
-NUM_TAGS = 2**15  # messages until tags begin anew
+NUM_TENSORS = 2**10  # of a message, at most
+NUM_TEAMS = 2**5  # pipelines that may be at work at once
+NUM_TAGS = 2**13  # messages until tags begin anew
 Kind: TypeAlias = Literal["up", "down", "evaluate"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 AS_IT_IS = Packing(None)
@@ -130,7 +131,11 @@ class Outgoing:
         parts = [part for some in packed if some is not None for part in some]
         flat = [part.permute(order_of(part)) for part in parts]
         for i, part in enumerate(_on(self.team.device, flat)):
-            begun.append(self.post.begin("send", part, self.rank, _tag(self.kind, self._num, i)))
+            begun.append(
+                self.post.begin(
+                    "send", part, self.rank, _tag(self.team.number, self.kind, self._num, i)
+                )
+            )
             self.bytes_sent += part.nbytes
         self._num += 1
         self._leaving.append(begun)
@@ -158,7 +163,9 @@ class Outgoing:
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.team.device)
         size = torch.tensor([len(data)], device=self.team.device)
         return [
-            self.post.begin("send", each, self.rank, _tag(self.kind, 0, NUM_TENSORS - 2 + i))
+            self.post.begin(
+                "send", each, self.rank, _tag(self.team.number, self.kind, 0, NUM_TENSORS - 2 + i)
+            )
             for i, each in enumerate((size, data))
         ]
 
@@ -190,7 +197,7 @@ class Incoming:
                     device=self.team.device,
                     pin_memory=self.team.device.type == "cpu" and self.device.type == "cuda",
                 )
-                tag = _tag(self.kind, self._num, i)
+                tag = _tag(self.team.number, self.kind, self._num, i)
                 begun.append(self.post.begin("receive", buffer, self.rank, tag))
             self._posted.append(begun)
             self._num += 1
@@ -226,7 +233,7 @@ class Incoming:
         return treespec_loads(spec), looks
 
     def _receive(self, tensor: Tensor, i: int) -> None:
-        tag = _tag(self.kind, 0, NUM_TENSORS - 2 + i)
+        tag = _tag(self.team.number, self.kind, 0, NUM_TENSORS - 2 + i)
         transfer = self.post.begin("receive", tensor, self.rank, tag)
         self.post.exchange()
         transfer.wait()
@@ -252,9 +259,10 @@ def dump_tree(spec: TreeSpec) -> str:
         ) from None
 
 
-def _tag(kind: Kind, num: int, i: int) -> int:
+def _tag(team: int, kind: Kind, num: int, i: int) -> int:
     """So that a message can be taken for no other; NCCL has no tags, and goes by the order."""
-    return ((num % NUM_TAGS) * 4 + KINDS.index(kind)) * NUM_TENSORS + i
+    line = (team % NUM_TEAMS) * 4 + KINDS.index(kind)
+    return ((num % NUM_TAGS) * 4 * NUM_TEAMS + line) * NUM_TENSORS + i
 
 
 def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
