@@ -22,7 +22,7 @@ def launch(function: Callable[..., Any], folder: Path, *args: Any, world_size: i
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=110)
+        process.join(timeout=240)
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.kill()

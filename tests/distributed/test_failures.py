@@ -16,7 +16,8 @@ import redivider as rd
 from distributed.cases import model, options, run
 from distributed.launch import launch
 
-SECONDS = 45  # until all have ended: python and torch take some to start
+pytestmark = pytest.mark.timeout(300)
+SECONDS = 100  # until all have ended: python and torch take some to start
 
 
 def raises(rank, pipe):

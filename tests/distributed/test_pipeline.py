@@ -15,6 +15,8 @@ from distributed.launch import launch
 from redivider.initial import materialise
 from redivider.pipeline import wire
 
+pytestmark = pytest.mark.timeout(300)  # processes that start, on a busy machine
+
 
 def train(rank, cases):
     found = []

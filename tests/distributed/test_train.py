@@ -17,6 +17,7 @@ from redivider.train.errors import TrainError
 from redivider.train.loop import train
 from redivider.train.recipe import Recipe, read_recipe
 
+pytestmark = pytest.mark.timeout(300)  # processes that start, on a busy machine
 NUM_RUNS = int(os.environ.get("REDIVIDER_STRESS", "3"))
 
 
@@ -46,7 +47,7 @@ def start(
 
 def run(num: int, *words: str, **options) -> str:
     process = start(num, *words, **options)
-    said, _ = process.communicate(timeout=150)
+    said, _ = process.communicate(timeout=250)
     assert process.returncode == 0, said
     return said
 
@@ -84,14 +85,14 @@ def test_a_rank_is_killed_and_all_go_on(number, whole, asked):
 
 def test_a_stopped_run_goes_on_in_another_number_of_processes(whole, asked):
     process = start(3, "train", asked, "--out", "run", stop="1:70")
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=150)
     assert "and saved; go on with: redivider train --resume run" in said, said
     assert said.count("and saved") == 1  # one of them speaks
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # none of them is left
     assert 70 <= last_step() < 260
     process = start(2, "train", "--resume", "run", stop=f"0:{last_step() + 20}")
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=150)
     assert "and saved" in said, said
     assert last_step() < 260
     train(read_recipe(Path("run/recipe.json")), Path("run"), resume=True)
