@@ -401,14 +401,16 @@ class DistributedPipeline(Pipeline):
         A parameter that one replica has not used has a gradient of zero there.
         """
         trained = [each for each in module.parameters() if each.requires_grad]
-        used = torch.tensor([float(each.grad is not None) for each in trained])
+        is_used = [float(each.grad is not None) for each in trained]
+        used = torch.tensor(is_used, device=self._device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         layers = counting_layers(list(module.modules()))
         names = ("running_mean", "running_var")
         running = [layer.get_buffer(name) for layer in layers for name in names]
         self._team.average([used, *grads, *running])
-        for parameter, grad, part in zip(trained, grads, used.tolist(), strict=True):
-            parameter.grad = grad if part else None
+        if not all(is_used):  # else a GPU need not be waited for
+            for parameter, grad, part in zip(trained, grads, used.tolist(), strict=True):
+                parameter.grad = grad if part else None
 
     def _with_loss(self, tick: Tick, t: int) -> Tick:
         """Tell all the loss of a tick, if it has one."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from redivider.pipeline.state import Alone, StateError, Writers, read_state, write_state
+from redivider.train.crew import said_once
 from redivider.train.errors import TrainError
 
 logger = logging.getLogger("redivider")
@@ -31,9 +32,11 @@ class Checkpoints:
         except OSError as error:
             kept = self._found()
             left = f"{kept[-1].name} is still there" if kept else "there is none yet"
-            raise TrainError(
-                f"cannot write a checkpoint to {self._folder} ({error.strerror or error}); make "
-                f"room there and resume: {left}"
+            raise said_once(
+                TrainError(
+                    f"cannot write a checkpoint to {self._folder} ({error.strerror or error}); "
+                    f"make room there and resume: {left}"
+                )
             ) from None
         if self._writers.is_first:
             for old in self._found()[:-NUM_KEPT]:
@@ -61,8 +64,10 @@ class Checkpoints:
                     shutil.rmtree(each, ignore_errors=True)
             return state
         if found:
-            raise TrainError(
-                f"all checkpoints in {self._folder} are damaged; train anew in another folder"
+            raise said_once(
+                TrainError(
+                    f"all checkpoints in {self._folder} are damaged; train anew in another folder"
+                )
             )
         return None
 

@@ -38,6 +38,9 @@ ROUNDING = 1e-9  # of fractions of epochs
 class Stopped(Exception):
     """Somebody has asked the run to stop, and it is saved."""
 
+    is_agreed = True
+    """All processes have it: none of them has failed."""
+
     def __init__(self, what: str, folder: Path) -> None:
         super().__init__(what)
         self.folder = folder
@@ -400,7 +403,7 @@ class Training:
         try:
             self._engine.load_state_dict(state["engine"])
         except StateError as error:
-            raise TrainError(f"the checkpoint does not fit: {error}") from error
+            raise said_once(TrainError(f"the checkpoint does not fit: {error}")) from error
         self._step = state["step"]
         device = self._engine.device
         self._seen = [
