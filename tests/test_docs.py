@@ -39,3 +39,10 @@ def test_the_code_of_the_guide_runs():
     names = run("docs/guide.md")
     assert names["losses"][-1] < names["losses"][2]
     assert names["accuracy"] > 0.5
+
+
+def test_the_examples_of_the_guide_are_short():
+    text = (ROOT / "docs" / "guide.md").read_text()
+    examples = re.findall(r"\*\*The example\.\*\*.*?```python\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 3
+    assert all(len([line for line in each.splitlines() if line]) <= 20 for each in examples)

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 
 from redivider.data import load
 from redivider.train import clock, loop
+from redivider.train.build import build, num_microbatches
 from redivider.train.engine import BackpropEngine
-from redivider.train.loop import build, num_microbatches, train
+from redivider.train.loop import train
 from redivider.train.task import Labels
 from train import small
 from train.small import recipe, rows

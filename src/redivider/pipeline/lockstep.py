@@ -240,13 +240,8 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, x: Any, /, **side: Any) -> Any:
         """Run the model in evaluation mode by the weights of now; at any time."""
-        flags = [(module, module.training) for module in self._chain.modules()]
-        self._chain.eval()
-        try:
+        with self._evaluating():
             return self._chain(x, **side)
-        finally:
-            for module, flag in flags:
-                module.training = flag
 
     def probe(self, every: int = 100) -> Probe:
         """From now on, measure the gradients of every so many micro-batches, stage by stage.
@@ -323,12 +318,15 @@ class Pipeline:
 
     def _deliver(self, way: Way, j: int, message: Message) -> None:
         """Bring a message to a stage."""
-        inboxes = self._up if way == "up" else self._down
-        inboxes[j][message.microbatch] = message.rounded(self.packing)
+        self._inbox(way, j)[message.microbatch] = message.rounded(self.packing)
 
     def _fetch(self, way: Way, j: int, n: int) -> Message:
         """Take a message that has come to a stage."""
-        return (self._up if way == "up" else self._down)[j].pop(n)
+        return self._inbox(way, j).pop(n)
+
+    def _inbox(self, way: Way, j: int) -> dict[int, Message]:
+        """The messages that have come to a stage, by micro-batch."""
+        return (self._up if way == "up" else self._down)[j]
 
     def _in_flight(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
         """The side inputs and the autocast settings of every micro-batch in flight."""
@@ -423,6 +421,17 @@ class Pipeline:
                 f"the pipeline was stopped in the middle of a tick by: {self._stopped}; load a "
                 "state from before, or build it anew"
             )
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Be in evaluation mode for a while."""
+        flags = [(module, module.training) for module in self._chain.modules()]
+        self._chain.eval()
+        try:
+            yield
+        finally:
+            for module, flag in flags:
+                module.training = flag
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:

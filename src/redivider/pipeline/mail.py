@@ -12,7 +12,7 @@ import torch
 from redivider.pipeline.packing import Packing
 from redivider.pipeline.stage import Message, Way
 from redivider.pipeline.team import Team
-from redivider.pipeline.tick import Action, actions
+from redivider.pipeline.tick import actions
 from redivider.pipeline.unit import Flow
 from redivider.pipeline.wire import AS_IT_IS, Incoming, Outgoing, Post, dtype_of, name_of
 
@@ -68,12 +68,9 @@ class Mail:
         Micro-batches are counted since the pipeline was empty; so many have entered.
         """
         for t in ticks:
-            for kind, stage, local in self._actions(t, entered):
+            for kind, stage, local in actions(t, self._num_stages, self._latency, entered):
                 if (kind, stage) in self._senders:
                     yield *self._senders[kind, stage], local
-
-    def _actions(self, t: int, entered: int) -> tuple[Action, ...]:
-        return actions(t, self._num_stages, self._latency, entered) if t >= 0 else ()
 
     def ticks_ahead(self, t: int) -> range:
         """When what is to be made ready for at tick t is sent: what is on its way, and soon."""
@@ -105,9 +102,9 @@ class Mail:
         for each in self._outgoing.values():
             each.finish()
 
-    def pass_on(self, flow: Flow | None, side: dict[str, Any]) -> None:
+    def pass_on(self, flow: Flow, side: dict[str, Any]) -> None:
         """Send what is evaluated to the next process, if there is one; it may look as it likes."""
-        if not self._team.is_last and flow is not None:
+        if not self._team.is_last:
             above = self._team.ranks[self._team.place + 1]
             line = Outgoing(self._post, self._team, AS_IT_IS, above, "evaluate", 1)
             line.send(flow.value, (name_of(flow.dtype), side))

@@ -15,22 +15,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import (
-    tree_map_only,
-)
+from torch.utils._pytree import tree_map_only
 
 from redivider.chain import verify_keywords
 from redivider.initial import materialise
 from redivider.pipeline.cut import cut_evenly, units_of
 from redivider.pipeline.lockstep import Pipeline, Tick
 from redivider.pipeline.mail import Mail
+from redivider.pipeline.parts import Parts
 from redivider.pipeline.place import units_of_stages
 from redivider.pipeline.probe import Probe
 from redivider.pipeline.shared import share_all, share_tree
 from redivider.pipeline.snapshot import configuration, verify_snapshot
 from redivider.pipeline.stage import Message, Way
-from redivider.pipeline.state import StateError, all_well, read_state, write_state
+from redivider.pipeline.state import all_well, read_state, write_state
 from redivider.pipeline.team import Team
+from redivider.pipeline.tick import lag
 from redivider.pipeline.unit import Flow
 from redivider.replay.autocast import Autocast
 from redivider.replay.random import mix_seeds
@@ -139,21 +139,15 @@ class DistributedPipeline(Pipeline):
     @torch.no_grad()
     def evaluate_here(self, x: Any = None, /, **side: Any) -> Any:
         """The same, but the result is on the last rank alone; nobody waits for it."""
-        flags = [(module, module.training) for module in self._chain.modules()]
-        self._chain.eval()
-        try:
-            with self._guarding():
-                verify_keywords(side, self._takes)
-                flow = Flow(x)
-                if self._team.place:
-                    flow, side = self._mail.take_over()
-                for stage in self.stages:
-                    for unit in stage.units:
-                        flow = unit.evaluate(flow, side)
-                self._mail.pass_on(flow, side)
-        finally:
-            for module, flag in flags:
-                module.training = flag
+        with self._guarding(), self._evaluating():
+            verify_keywords(side, self._takes)
+            flow = Flow(x)
+            if self._team.place:
+                flow, side = self._mail.take_over()
+            for stage in self.stages:
+                for unit in stage.units:
+                    flow = unit.evaluate(flow, side)
+            self._mail.pass_on(flow, side)
         if not self._team.is_last:
             return None
         if flow.dtype is None:
@@ -182,7 +176,7 @@ class DistributedPipeline(Pipeline):
             entries = tree_map_only(
                 Tensor, lambda each: each.to(self._device), state["microbatches"]
             )
-            ticks = self.latency * (2 * (len(self.cut) - 1) - self._own[0])  # until it has left
+            ticks = lag("B", self._own[0], len(self.cut), self.latency)  # until it has left
             self._known = {
                 n: (each["side"], Autocast(self._device, each["autocast"]))
                 for n, each in entries.items()
@@ -199,45 +193,13 @@ class DistributedPipeline(Pipeline):
         """Write the state of all processes to one folder, on a disk that they share."""
         self._verify_running()
         with self._guarding():
-            write_state(folder, self.part(), self._team)
+            write_state(folder, self.parts.to_write(self.state_dict()), self._team)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder that any number of processes has written, by the same cut."""
         with self._guarding():
-            self.load_state_dict(self.own_part(read_state(folder, self.wants, self._team)))
-
-    def part(self) -> dict[str, Any]:
-        """What this process writes of the state of all."""
-        team, state = self._team, self.state_dict()
-        wanted = {"stages", "units"}
-        if team.place == 0:
-            wanted |= set(state) - {"targets", "loss"}
-        if team.is_last:
-            wanted |= {"targets", "loss"}
-        own = {key: each for key, each in state.items() if key in wanted}
-        return own if team.num_columns == 1 else {"columns": {team.column: own}}
-
-    def own_part(self, state: dict[str, Any]) -> dict[str, Any]:
-        """This replica's state, of that of all."""
-        if "columns" not in state:
-            return state
-        if self._team.column not in state["columns"]:
-            raise StateError(f"the state is not of {self._team.num_columns} replicas")
-        own: dict[str, Any] = state["columns"][self._team.column]
-        return own
-
-    def wants(self, path: tuple[Any, ...]) -> bool:
-        """Whether this process needs what lies under these keys in a state of all."""
-        match path:
-            case ("columns", column, *rest):
-                return column == self._team.column and (not rest or self.wants(tuple(rest)))
-            case ("units", name):
-                return name in self._units
-            case ("stages", j):
-                return j in self._own
-            case ("loss",):
-                return self._ends_here
-        return True
+            state = read_state(folder, self.parts.wants, self._team)
+            self.load_state_dict(self.parts.own(state))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The weights and buffers of the uncut model, under its names, on every rank."""
@@ -254,6 +216,11 @@ class DistributedPipeline(Pipeline):
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def parts(self) -> Parts:
+        """Which part of a state on disk is this process's."""
+        return Parts(self._team, self._own, self._units)
 
     @property
     def team(self) -> Team:
@@ -330,10 +297,9 @@ class DistributedPipeline(Pipeline):
         self._mail.send(way, message)
 
     def _fetch(self, way: Way, j: int, n: int) -> Message:
-        inbox = (self._up if way == "up" else self._down)[j]
-        if n not in inbox:
-            inbox[n] = self._receive(way, n)
-        return inbox.pop(n)
+        if n in self._inbox(way, j):
+            return super()._fetch(way, j, n)
+        return self._receive(way, n)
 
     def _receive(self, way: Way, n: int) -> Message:
         flow, grads, arrived = self._mail.take(way)
@@ -367,13 +333,13 @@ class DistributedPipeline(Pipeline):
         """The messages that are sent to stages here in some ticks, and have not been taken in."""
         for way, j, local in self._mail.arriving(ticks, self._entered):
             n = self._first + local
-            if n not in (self._up if way == "up" else self._down)[j]:
+            if n not in self._inbox(way, j):
                 yield way, j, n
 
     def _drain(self) -> None:
         """Take in all that is on its way, as it is between two ticks of a pipeline in one place."""
         for way, j, n in self._arriving(range(self._tick - self.latency, self._tick)):
-            (self._up if way == "up" else self._down)[j][n] = self._receive(way, n)
+            self._inbox(way, j)[n] = self._receive(way, n)
         self._mail.finish()
 
     def _end_tick(self) -> None:
@@ -414,7 +380,7 @@ class DistributedPipeline(Pipeline):
 
     def _with_loss(self, tick: Tick, t: int) -> Tick:
         """Tell all the loss of a tick, if it has one."""
-        local = t - self.latency * (len(self.cut) - 1)
+        local = t - lag("F", len(self.cut) - 1, len(self.cut), self.latency)
         if not 0 <= local < self._entered:
             return tick
         told = torch.zeros((), dtype=torch.float64)

@@ -41,8 +41,8 @@ def take_snapshot(pipe: Any) -> dict[str, Any]:
     return _copied(state)
 
 
-def verify_snapshot(pipe: Any, state: Any) -> str:
-    """Refuse a state that is of another pipeline, or none; else return its format."""
+def verify_snapshot(pipe: Any, state: Any) -> None:
+    """Refuse a state that is of another pipeline, or none."""
     if isinstance(state, dict) and "columns" in state:
         num = len(state["columns"])
         raise StateError(f"the state is of {num} replicas; go on with as many")
@@ -65,7 +65,6 @@ def verify_snapshot(pipe: Any, state: Any) -> str:
         other = {key: tuple(each.shape) for key, each in saved.items()}
         if mine != other:
             raise StateError(f"{unit.name} has the tensors {mine}, and in the state {other}")
-    return FORMAT
 
 
 def restore_snapshot(pipe: Any, state: dict[str, Any]) -> None:

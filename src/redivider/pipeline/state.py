@@ -55,18 +55,18 @@ def write_state(folder: str | Path, state: dict[str, Any], writers: Writers | No
     folder, writers = Path(folder), writers or Alone()
     try:
         # The first one's number, since there may be several machines.
-        number = all_well(writers, lambda: str(_make_new(folder)) if writers.is_first else "")[0]
+        number = all_well(writers, lambda: _make_new(folder) if writers.is_first else None)[0]
         new = _beside(folder, "new", number)
-        parts = all_well(writers, lambda: json.dumps(_write_part(new, state)))
-        all_well(writers, lambda: _finish(folder, new, parts) if writers.is_first else "")
+        parts = all_well(writers, lambda: _write_part(new, state))
+        all_well(writers, lambda: _finish(folder, new, parts) if writers.is_first else None)
     except BaseException:
         if writers.is_first:
-            shutil.rmtree(_beside(folder, "new", str(os.getpid())), ignore_errors=True)
+            shutil.rmtree(_beside(folder, "new", os.getpid()), ignore_errors=True)
         raise
 
 
-def all_well(writers: Writers, do: Callable[[], str]) -> list[str]:
-    """Do something in every process, and go on in all of them or in none.
+def all_well(writers: Writers, do: Callable[[], Any]) -> list[Any]:
+    """Do something in every process, and go on in all of them or in none; what each has found.
 
     An error that comes of it is everybody's: `is_agreed`.
     """
@@ -88,7 +88,7 @@ def all_well(writers: Writers, do: Callable[[], str]) -> list[str]:
 def _make_new(folder: Path) -> int:
     if folder.exists() and not (folder / MANIFEST).exists():
         raise StateError(f"{folder} exists and holds no state; choose another folder")
-    _beside(folder, "new", str(os.getpid())).mkdir(parents=True)
+    _beside(folder, "new", os.getpid()).mkdir(parents=True)
     return os.getpid()
 
 
@@ -105,10 +105,10 @@ def _write_part(new: Path, state: dict[str, Any]) -> dict[str, Any]:
     return {"files": sums, "tree": tree}
 
 
-def _finish(folder: Path, new: Path, parts: list[str]) -> str:
+def _finish(folder: Path, new: Path, parts: list[dict[str, Any]]) -> None:
     """Write the manifest of all parts, and put the folder in its place."""
     merged: dict[str, Any] = {"files": {}, "tree": ["dict"]}
-    for part in map(json.loads, parts):
+    for part in parts:
         twice = merged["files"].keys() & part["files"].keys()
         if twice:
             raise StateError(f"two processes have written {', '.join(sorted(twice))}")
@@ -119,14 +119,13 @@ def _finish(folder: Path, new: Path, parts: list[str]) -> str:
     (new / MANIFEST).write_text(f"{digest}\n{text}")
     for path in (new / MANIFEST, new):  # on the disk before the name is: power may fail
         _sync(path)
-    old = _beside(folder, "old", str(os.getpid()))
+    old = _beside(folder, "old", os.getpid())
     shutil.rmtree(old, ignore_errors=True)  # of a process with this number that was killed
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
     _sync(folder.parent)
-    return ""
 
 
 def _merge(one: Any, other: Any) -> Any:
@@ -167,12 +166,7 @@ def read_state(
         readers: Those who read their parts with it; if one of them cannot, none does.
     """
     found: list[dict[str, Any]] = []
-
-    def read() -> str:
-        found.append(_read_part(Path(folder), wanted))
-        return ""
-
-    all_well(readers or Alone(), read)
+    all_well(readers or Alone(), lambda: found.append(_read_part(Path(folder), wanted)))
     return found[0]
 
 
@@ -291,6 +285,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _beside(folder: Path, what: str, number: str) -> Path:
+def _beside(folder: Path, what: str, number: int) -> Path:
     """Where a new folder is made ready, and where an old one goes, beside this one."""
     return folder.with_name(f".{folder.name}.{what}-{number}")

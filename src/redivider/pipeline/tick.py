@@ -13,13 +13,16 @@ PETRA, algorithm 1 (Rivaud et al. 2025).
 """
 
 import re
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+Kind: TypeAlias = Literal["F", "B"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Action(NamedTuple):
     """One stage's forward ("F") or backward ("B") of one micro-batch; prints and parses as F1.0."""
 
-    kind: Literal["F", "B"]
+    kind: Kind
     stage: int
     microbatch: int
 
@@ -47,22 +50,23 @@ def actions(
         latency: Ticks that a message travels.
         num_microbatches: How many enter, one a tick; without it they never end.
     """
-    last = stages - 1
     found = []
     for stage in range(stages):
-        due: tuple[tuple[Literal["F", "B"], int], ...] = (
-            ("F", t - latency * stage),
-            ("B", t - latency * (2 * last - stage)),
-        )
-        for kind, microbatch in due:
+        for kind in KINDS:
+            microbatch = t - lag(kind, stage, stages, latency)
             if microbatch >= 0 and (num_microbatches is None or microbatch < num_microbatches):
                 found.append(Action(kind, stage, microbatch))
     return tuple(found)
 
 
+def lag(kind: Kind, stage: int, stages: int, latency: int = 1) -> int:
+    """Ticks from when a micro-batch enters to when a stage forwards it, or takes it back."""
+    return latency * (stage if kind == "F" else 2 * (stages - 1) - stage)
+
+
 def delay(stage: int, stages: int, latency: int = 1) -> int:
     """Ticks between a stage's forward and its backward of the same micro-batch."""
-    return 2 * latency * (stages - 1 - stage)
+    return lag("B", stage, stages, latency) - lag("F", stage, stages, latency)
 
 
 def num_ticks(num_microbatches: int, stages: int, latency: int = 1) -> int:

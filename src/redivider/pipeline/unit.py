@@ -290,9 +290,7 @@ class Unit:
         record.load_state_dict(state["record"])
         kept = Kept(record, state["value"], state["dtype"], version=tuple(state["version"]))
         if self.keep == "graph":
-            tensors = self._with_weights(
-                tensors, self.weights.of_backward(kept.version, kept.record.autocast.dtype)
-            )
+            tensors = self._with_weights(tensors, self._backward_weights(kept))
             kept.run = call.rerun(tensors, self._needs(tensors, args[0]), record)
         return kept
 
@@ -319,9 +317,7 @@ class Unit:
             c = None  # the junction below has kept what it needs
         elif c is not None and self._inverts_by_other_weights(kept):
             b, c = self._invert(call, c, tensors, kept), None
-        tensors = self._with_weights(
-            tensors, self.weights.of_backward(kept.version, kept.record.autocast.dtype)
-        )
+        tensors = self._with_weights(tensors, self._backward_weights(kept))
         recovered = recover(
             call, c, tensors, self._needs(tensors, real), kept.record, self.arithmetic
         )
@@ -336,9 +332,7 @@ class Unit:
         argument = self._argument(Flow(kept.value, kept.dtype)) if run is None else None
         if run is None:
             call, tensors = Call.split(self._inner, (argument,), taken(self.module, side))
-            tensors = self._with_weights(
-                tensors, self.weights.of_backward(kept.version, kept.record.autocast.dtype)
-            )
+            tensors = self._with_weights(tensors, self._backward_weights(kept))
             # A compiled module draws others when it is run apart from its outputs.
             apart = run_apart(self._inner, grads) if self._draws is False else None
             run = call.rerun(tensors, self._needs(tensors, argument), kept.record, apart)

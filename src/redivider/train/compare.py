@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from redivider.train.build import build, resolved
 from redivider.train.crew import said_once
 from redivider.train.engine import PipelineEngine
 from redivider.train.errors import TrainError
 from redivider.train.folder import claim, write_whole
-from redivider.train.loop import Result, Stopped, build, resolved, train
+from redivider.train.loop import Result, Stopped, train
 from redivider.train.recipe import Recipe
 from redivider.train.report import write_report
 from redivider.train.runs import RECIPE, read_run

@@ -3,7 +3,7 @@
 import os
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import ceil, floor, isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -13,26 +13,24 @@ import torch
 import redivider
 from redivider.data import DataError
 from redivider.pipeline.state import StateError, write_tensors
-from redivider.pipeline.team import join
+from redivider.train.build import ROUNDING, build, num_microbatches, resolved
 from redivider.train.checkpoint import Checkpoints
 from redivider.train.clock import Clock
 from redivider.train.crew import said_once
-from redivider.train.engine import Engine, PipelineEngine, Seen, make_engine
+from redivider.train.engine import Engine, PipelineEngine, Seen
 from redivider.train.errors import TrainError
 from redivider.train.folder import claim, locked, write_whole, writing
 from redivider.train.log import Log, NoLog
-from redivider.train.machine import device_name, peak_memory, resolve_device, using_threads
+from redivider.train.machine import device_name, peak_memory, using_threads
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
 from redivider.train.runs import LOG, RECIPE, read_run
-from redivider.train.schedule import Schedule
 from redivider.train.stop import Stop, stopping
-from redivider.train.task import Score, make_task
-from redivider.train.torchrun import is_restart, num_processes, run_id
+from redivider.train.task import Score
+from redivider.train.torchrun import is_restart, run_id
 
 RUN_ID = ".torchrun"  # whose attempts go on in a folder
 NUM_TRACED = 4  # ticks on the timeline of a report
-ROUNDING = 1e-9  # of fractions of epochs
 
 
 class Stopped(Exception):
@@ -122,66 +120,6 @@ def _find_begun(folder: Path, numbered: bool) -> str:
         if mark.exists() and mark.read_text() == run_id() and (each / RECIPE).exists():
             return str(each)
     return ""
-
-
-def resolved(recipe: Recipe) -> Recipe:
-    """With nothing left that depends on where and when it is run."""
-    folder = recipe.data_folder
-    return replace(
-        recipe,
-        device=str(resolve_device(recipe.device)),
-        data_folder=None if folder is None else str(Path(folder).expanduser().absolute()),
-    )
-
-
-def build(recipe: Recipe) -> Engine:
-    """Load the data, make the model and what trains it."""
-    device = resolve_device(recipe.device)
-    torch.manual_seed(recipe.seed)
-    if num_processes() > 1:
-        device = join_processes(recipe, device)
-    elif recipe.replicas > 1:
-        raise TrainError(
-            f"{recipe.replicas} replicas need as many processes, or more: torchrun "
-            f"--nproc-per-node {2 * recipe.replicas} -m redivider train ..."
-        )
-    try:
-        task = make_task(recipe, device)
-    except ValueError as error:  # of data and models, each saying what to do
-        raise TrainError(str(error)) from error
-    num_per_epoch = len(task.train) / (recipe.replicas * recipe.accumulate)
-    total = num_microbatches(recipe, len(task.train) // recipe.replicas)
-    schedule = Schedule(recipe, num_per_epoch, total // recipe.accumulate)
-    try:
-        return make_engine(recipe, task, schedule)
-    except ValueError as error:  # of pipelines
-        raise said_once(TrainError(str(error))) from error
-
-
-def join_processes(recipe: Recipe, device: torch.device) -> torch.device:
-    """Begin to talk to the other processes of the run; the device of this one."""
-    if not recipe.is_pipeline:
-        raise said_once(
-            TrainError(
-                f"{recipe.method} runs in one process; take a pipeline's method, such as --method "
-                "petra, or start it without torchrun"
-            )
-        )
-    if recipe.probe_every:
-        raise said_once(
-            TrainError("a probe needs the whole network in one process: --probe-every 0")
-        )
-    if str(device) == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local % torch.cuda.device_count())
-    join(device)
-    return device
-
-
-def num_microbatches(recipe: Recipe, per_epoch: int) -> int:
-    """In all: whole updates. 1.1 epochs of 100 are 110, which floats would make 111."""
-    updates = recipe.epochs * per_epoch / recipe.accumulate
-    return ceil(updates - ROUNDING) * recipe.accumulate
 
 
 class Training:

@@ -1,0 +1,87 @@
+"""What a recipe asks for, made: data, a model, and the engine that trains it."""
+
+import os
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
+import torch
+
+from redivider.pipeline.team import join
+from redivider.train.crew import said_once
+from redivider.train.distributed import DistributedEngine
+from redivider.train.engine import BackpropEngine, Engine, PipelineEngine
+from redivider.train.errors import TrainError
+from redivider.train.machine import resolve_device
+from redivider.train.recipe import Recipe
+from redivider.train.schedule import Schedule
+from redivider.train.task import make_task
+from redivider.train.torchrun import num_processes
+
+ROUNDING = 1e-9  # of fractions of epochs
+
+
+def resolved(recipe: Recipe) -> Recipe:
+    """With nothing left that depends on where and when it is run."""
+    folder = recipe.data_folder
+    return replace(
+        recipe,
+        device=str(resolve_device(recipe.device)),
+        data_folder=None if folder is None else str(Path(folder).expanduser().absolute()),
+    )
+
+
+def build(recipe: Recipe) -> Engine:
+    """Load the data, make the model and what trains it."""
+    device = resolve_device(recipe.device)
+    torch.manual_seed(recipe.seed)
+    if num_processes() > 1:
+        device = join_processes(recipe, device)
+    elif recipe.replicas > 1:
+        raise TrainError(
+            f"{recipe.replicas} replicas need as many processes, or more: torchrun "
+            f"--nproc-per-node {2 * recipe.replicas} -m redivider train ..."
+        )
+    try:
+        task = make_task(recipe, device)
+    except ValueError as error:  # of data and models, each saying what to do
+        raise TrainError(str(error)) from error
+    num_per_epoch = len(task.train) / (recipe.replicas * recipe.accumulate)
+    total = num_microbatches(recipe, len(task.train) // recipe.replicas)
+    schedule = Schedule(recipe, num_per_epoch, total // recipe.accumulate)
+    try:
+        return _choose_engine(recipe)(recipe, task, schedule)
+    except ValueError as error:  # of pipelines
+        raise said_once(TrainError(str(error))) from error
+
+
+def join_processes(recipe: Recipe, device: torch.device) -> torch.device:
+    """Begin to talk to the other processes of the run; the device of this one."""
+    if not recipe.is_pipeline:
+        raise said_once(
+            TrainError(
+                f"{recipe.method} runs in one process; take a pipeline's method, such as --method "
+                "petra, or start it without torchrun"
+            )
+        )
+    if recipe.probe_every:
+        raise said_once(
+            TrainError("a probe needs the whole network in one process: --probe-every 0")
+        )
+    if str(device) == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local % torch.cuda.device_count())
+    join(device)
+    return device
+
+
+def num_microbatches(recipe: Recipe, per_epoch: int) -> int:
+    """In all: whole updates. 1.1 epochs of 100 are 110, which floats would make 111."""
+    updates = recipe.epochs * per_epoch / recipe.accumulate
+    return ceil(updates - ROUNDING) * recipe.accumulate
+
+
+def _choose_engine(recipe: Recipe) -> type[Engine]:
+    if not recipe.is_pipeline:
+        return BackpropEngine
+    return PipelineEngine if num_processes() == 1 else DistributedEngine

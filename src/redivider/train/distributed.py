@@ -1,0 +1,97 @@
+"""The engine of a pipeline over the processes of torchrun."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from redivider.initial import materialise
+from redivider.pipeline.holdings import Holding
+from redivider.pipeline.lockstep import Pipeline
+from redivider.pipeline.processes import DistributedPipeline
+from redivider.pipeline.tick import Action
+from redivider.train.crew import Ranks
+from redivider.train.engine import PipelineEngine, Spans
+from redivider.train.recipe import Recipe
+from redivider.train.schedule import Schedule
+from redivider.train.task import Score, Task
+
+
+class DistributedEngine(PipelineEngine):
+    """A part of a pipeline, in this process: a tick for each micro-batch, of every replica."""
+
+    pipe: DistributedPipeline
+
+    def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
+        super().__init__(recipe, task, schedule)
+        self.crew = Ranks(self.pipe.team)
+        if recipe.channels_last:
+            for stage in self.pipe.stages:
+                stage.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def _make_pipe(self, **options: Any) -> Pipeline:
+        recipe = self.recipe
+        num = dist.get_world_size()
+        if num % recipe.replicas:
+            raise ValueError(f"{num} processes cannot be {recipe.replicas} replicas of a pipeline")
+        shape, names = (recipe.replicas, num // recipe.replicas), ("data", "stage")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if recipe.replicas > 1 else None
+        if self.task.body is not self.task.model and dist.get_rank() in _last_ranks(*shape):
+            head = dict(list(self.task.model.named_children())[-1:])  # it is in the loss
+            materialise(head, seed=recipe.seed, device=self.device)
+        return DistributedPipeline(
+            self.task.body, mesh=mesh, device=self.device, timeout=recipe.timeout, **options
+        )
+
+    def batches(self, since: int) -> Iterator[tuple[Any, Any]]:
+        team, num = self.pipe.team, self.recipe.replicas
+        for step in count(since):
+            if team.place in (0, team.num_places - 1):
+                yield self.task.train[step * num + team.column]
+            else:
+                yield None, None
+
+    def evaluate(self) -> Score:
+        with self._autocast():
+            score = self.task.evaluate(self.pipe.evaluate_here)
+        said = json.loads(self.crew.decide(lambda: json.dumps(asdict(score))))
+        return Score(**said)
+
+    def holdings(self) -> list[Holding] | None:
+        own = super().holdings()
+        if own is None:
+            return None
+        found = self.crew.collect([asdict(each) for each in own])
+        by_stage = {each["stage"]: Holding(**each) for some in reversed(found) for each in some}
+        return [each for _, each in sorted(by_stage.items())]
+
+    @property
+    def all_spans(self) -> Spans:
+        found = self.crew.collect([[*key, *span] for key, span in self.spans.items()])
+        return {Action(*key): (start, end) for some in found for *key, start, end in some}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.pipe.parts.to_write(self.pipe.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pipe.load_state_dict(self.pipe.parts.own(state))
+
+    def wants(self, path: tuple[Any, ...]) -> bool:
+        return self.pipe.parts.wants(path)
+
+    def weights(self) -> dict[str, Tensor]:
+        found = self.pipe.full_state_dict()
+        if self.task.body is not self.task.model and self.crew.sees_losses:
+            name, head = list(self.task.model.named_children())[-1]
+            found |= {f"{name}.{key}": value for key, value in head.state_dict().items()}
+        return found
+
+
+def _last_ranks(num_columns: int, num_places: int) -> list[int]:
+    return [(column + 1) * num_places - 1 for column in range(num_columns)]
