@@ -67,7 +67,6 @@ def test_dropout_is_replayed_and_the_random_state_is_the_plain_models(backward):
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("backward", ["store", *REPLAYING])
 @pytest.mark.parametrize("arithmetic", ["float", "fixed"])
 def test_a_step_never_waits_for_the_device(arithmetic, backward):

@@ -265,7 +265,6 @@ def test_other_threads_may_go_on_while_ticks_are_recorded():
     assert not faults
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_waits_for_nothing():
     pipe = make(tokens_model(), capture=True)
     run(pipe, 30)

@@ -8,6 +8,7 @@ from oracle import gradients, weigh, worst_error
 
 import redivider as rd
 from redivider.models.catalogue import resolve
+from redivider.models.summary import summarise
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -45,6 +46,17 @@ def test_a_step_under_autocast_waits_for_nothing(name, options):
             torch.cuda.set_sync_debug_mode("default")
     assert loss.isfinite()
     assert all(each.grad is not None for each in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "options"), [each for each in EACH if "swin" in each[0]])
+def test_counting_on_the_meta_device_is_counting_for_real(name, options):
+    options = {key: value for key, value in options.items() if "drop" not in key}
+    options |= {"width": 32, "in_channels": 3}
+    found = summarise(name, batch=16, also=("checkpoint", "reverse"), **options)
+    model = rd.create_model(name, device="cuda", **options)
+    x = resolve(name, **options)[1].example(16).cuda()
+    for model.backward, kept in found.kept.items():
+        assert kept == pytest.approx(rd.measure_memory(model, x).held / 16, rel=0.03)
 
 
 def test_chunks_keep_the_logits_out_of_memory():

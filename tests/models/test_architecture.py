@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import redivider as rd
-from models.families import IMAGES, PATCHES, TEXT
+from models.families import IMAGES, PATCHES, TEXT, is_text
 from redivider.models.parts import DropPath
 
 
@@ -142,12 +142,25 @@ def test_drop_path_rises_over_the_layers():
     assert kept == pytest.approx([1, 1, 0.9, 0.9, 0.8, 0.8, 0.7, 0.7, 0.6, 0.6])
 
 
-@pytest.mark.parametrize("name", ["vit_tiny", "rev_vit_tiny", "gpt_nano", "rev_gpt_nano"])
+def test_rev_roberta():
+    model = unsettled("rev_roberta_base", **{**TEXT, "depth": 3})
+    state, tokens = model.state_dict(), torch.randint(256, (3, 11))
+    x = state["stem.tokens.weight"][tokens] + state["stem.positions.weight"][:11]
+    one, other = layers(state, layer_norm(state, "stem.norm", x, 1e-5), 3, 2, 1e-5, False, "none")
+    y = layer_norm(state, "transform.norm_streams", (one + other) / 2, 1e-5)
+    y = layer_norm(state, "transform.norm", F.gelu(linear(state, "transform.dense", y)), 1e-5)
+    assert torch.allclose(model(tokens), linear(state, "head", y), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vit_tiny", "rev_vit_tiny", "gpt_nano", "rev_gpt_nano", "roberta_base", "rev_roberta_base"],
+)
 def test_dropout_is_everywhere_it_should_be_and_only_in_training(name):
-    options = {**(TEXT if "gpt" in name else PATCHES), "depth": 2}
+    options = {**(TEXT if is_text(name) else PATCHES), "depth": 2}
     options |= {"dropout": 0.5, "attention_dropout": 0.5, "drop_path": 0.0}
     model = rd.create_model(name, **options)
-    x = torch.randint(256, (2, 16)) if "gpt" in name else torch.randn(2, 1, 8, 8)
+    x = torch.randint(256, (2, 16)) if is_text(name) else torch.randn(2, 1, 8, 8)
     assert not torch.equal(model(x), model(x))
     model.eval()
     assert torch.equal(model(x), model(x))
@@ -160,4 +173,4 @@ def test_dropout_is_everywhere_it_should_be_and_only_in_training(name):
         part.eval()
         assert torch.equal(part(tokens), part(tokens)), part
     inner = model[2].f.body.dropout
-    assert inner.p == (0.0 if "gpt" in name else 0.5)  # GPT-2 has none there
+    assert inner.p == (0.0 if is_text(name) else 0.5)  # GPT-2 and RoBERTa have none there

@@ -9,8 +9,15 @@ from models.families import TEXT
 
 def test_names():
     names = rd.list_models()
-    assert len(names) == len(set(names)) == 28
-    for name in ("revnet18", "resnet101", "vit_tiny", "rev_vit_giant", "rev_gpt_nano"):
+    assert len(names) == len(set(names)) == 46
+    for name in (
+        "revnet18",
+        "resnet101",
+        "vit_tiny",
+        "rev_vit_giant",
+        "rev_swin_giant",
+        "rev_mvit_base",
+    ):
         assert name in names
     assert rd.list_models("rev_gpt_*") == [
         "rev_gpt_nano",

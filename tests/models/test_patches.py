@@ -1,15 +1,14 @@
-"""What is ViT's own: patches."""
+"""Patches: a convolution whose stride is its size, as one product."""
 
 import pytest
 import torch
 
-from redivider.models.vit import Options, Patches
+from redivider.models.patches import Patches
 
 
 @pytest.fixture
 def patches():
-    options = Options(image_size=12, patch_size=4, in_channels=3, width=10, depth=1, heads=2)
-    return Patches(options).double()
+    return Patches(image_size=12, in_channels=3, width=10, size=4).double()
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

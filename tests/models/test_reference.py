@@ -222,3 +222,192 @@ def test_gpt_is_that_of_transformers(tied):
     changed = tokens.clone()
     changed[:, 6:] = 0
     assert torch.equal(ours(tokens)[:, :6], ours(changed)[:, :6]), "it sees what comes later"
+
+
+def test_swin_is_that_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SwinConfig(
+        image_size=32,
+        patch_size=2,
+        embed_dim=8,
+        depths=[2, 3, 1],
+        num_heads=[2, 4, 8],
+        window_size=4,
+        num_labels=7,
+    )
+    theirs = unsettle(transformers.SwinForImageClassification(config)).eval()
+    options = {"image_size": 32, "patch_size": 2, "width": 8, "heads": 2, "window": 4}
+    ours = rd.create_model(
+        "swin_tiny", depths=(2, 3, 1), num_classes=7, dtype=torch.float64, **options
+    )
+    layers = [(stage, block) for stage, depth in enumerate((2, 3, 1)) for block in range(depth)]
+    state = {}
+    for key, value in theirs.state_dict().items():
+        match = re.fullmatch(r"swin\.encoder\.layers\.(\d)\.blocks\.(\d)\.(.*)", key)
+        if match:
+            key = f"block{layers.index((int(match[1]), int(match[2])))}.{match[3]}"
+        match = re.fullmatch(r"swin\.encoder\.layers\.(\d)\.downsample\.(.*)", key)
+        if match:
+            key = f"downsample{int(match[1]) + 1}.{match[2]}"
+        state[key] = value
+    for layer in range(len(layers)):
+        for what in ("weight", "bias"):
+            parts = [state.pop(f"block{layer}.attention.{kind}_proj.{what}") for kind in "qkv"]
+            state[f"block{layer}.attention.qkv.{what}"] = torch.cat(parts)
+    rules = [
+        (r"swin\.embeddings\.patch_embeddings\.projection\.(.*)", r"stem.patches.conv.\1"),
+        (r"swin\.embeddings\.norm\.(.*)", r"stem.norm.\1"),
+        (r"block(\d)\.layernorm_before\.(.*)", r"layer\1_attention.f.norm.\2"),
+        (r"block(\d)\.attention\.qkv\.(.*)", r"layer\1_attention.f.body.qkv.\2"),
+        (
+            r"block(\d)\.attention\.relative_position_bias\.relative_position_bias_table",
+            r"layer\1_attention.f.body.bias.table",
+        ),
+        (r"block(\d)\.attention\.o_proj\.(.*)", r"layer\1_attention.f.body.out.\2"),
+        (r"block(\d)\.layernorm_after\.(.*)", r"layer\1_mlp.f.norm.\2"),
+        (r"block(\d)\.mlp\.fc1\.(.*)", r"layer\1_mlp.f.body.grow.\2"),
+        (r"block(\d)\.mlp\.fc2\.(.*)", r"layer\1_mlp.f.body.shrink.\2"),
+        (r"downsample(\d)\.norm\.(.*)", r"merge\1.norm.\2"),
+        (r"downsample(\d)\.reduction\.(.*)", r"merge\1.reduce.\2"),
+        (r"swin\.layernorm\.(.*)", r"head.norm.\1"),
+        (r"classifier\.(.*)", r"head.classes.\1"),
+    ]
+    load(ours, state, rules)
+    x = torch.randn(3, 3, 32, 32).double()
+    assert torch.allclose(ours(x), theirs(x).logits, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_roberta_is_that_of_transformers(tied):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RobertaConfig(
+        vocab_size=50,
+        hidden_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=96,
+        max_position_embeddings=18,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+    )
+    theirs = unsettle(transformers.RobertaForMaskedLM(config)).eval()
+    state = {
+        key.removeprefix("roberta."): value
+        for key, value in theirs.state_dict().items()
+        if key != "lm_head.bias"  # which is the decoder's
+    }
+    # Their places begin at 2, and every token has the one type there is.
+    kind = state.pop("embeddings.token_type_embeddings.weight")
+    places = state.pop("embeddings.position_embeddings.weight")
+    state["embeddings.positions"] = places[2:] + kind
+    for layer in range(3):
+        for what in ("weight", "bias"):
+            parts = [
+                state.pop(f"encoder.layer.{layer}.attention.self.{kind}.{what}")
+                for kind in ("query", "key", "value")
+            ]
+            state[f"encoder.layer.{layer}.attention.qkv.{what}"] = torch.cat(parts)
+    block = r"encoder\.layer\.(\d)\."
+    rules = [
+        (r"embeddings\.word_embeddings\.weight", "stem.tokens.weight"),
+        (r"embeddings\.positions", "stem.positions.weight"),
+        (r"embeddings\.LayerNorm\.(.*)", r"stem.norm.\1"),
+        (block + r"attention\.qkv\.(.*)", r"layer\1_attention.f.body.qkv.\2"),
+        (block + r"attention\.output\.dense\.(.*)", r"layer\1_attention.f.body.out.\2"),
+        (block + r"attention\.output\.LayerNorm\.(.*)", r"layer\1_attention.norm.\2"),
+        (block + r"intermediate\.dense\.(.*)", r"layer\1_mlp.f.body.grow.\2"),
+        (block + r"output\.dense\.(.*)", r"layer\1_mlp.f.body.shrink.\2"),
+        (block + r"output\.LayerNorm\.(.*)", r"layer\1_mlp.norm.\2"),
+        (r"lm_head\.dense\.(.*)", r"transform.dense.\1"),
+        (r"lm_head\.layer_norm\.(.*)", r"transform.norm.\1"),
+        (r"lm_head\.decoder\.(.*)", r"head.\1"),
+    ]
+    options = {"width": 24, "depth": 3, "heads": 4, "vocabulary": 50, "context": 16}
+    ours = rd.create_model("roberta_base", tied=tied, dtype=torch.float64, **options)
+    load(ours, state, rules)
+    assert (ours[-1].weight is ours[0].tokens.weight) == tied
+    tokens = torch.randint(2, 50, (3, 11))  # 1 is padding there
+    assert torch.allclose(ours(tokens), theirs(tokens).logits, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.reference
+def test_mvit_is_that_of_torchvision():
+    """Theirs is for videos: one picture of an image is the same network."""
+    video = pytest.importorskip("torchvision.models.video.mvit", exc_type=ImportError)
+    settings = []
+    for layer, (width, heads, stride) in enumerate(
+        [(12, 1, 4), (24, 2, 2), (24, 2, 2), (48, 4, 1), (48, 4, 1)]
+    ):
+        shrinks = layer in (1, 3)
+        settings.append(
+            video.MSBlockConfig(
+                num_heads=heads,
+                input_channels=width // 2 if shrinks else width,
+                output_channels=width,
+                kernel_q=[1, 3, 3] if shrinks else [],
+                kernel_kv=[1, 3, 3],
+                stride_q=[1, 2, 2] if shrinks else [],
+                stride_kv=[1, stride, stride],
+            )
+        )
+    theirs = video.MViT(
+        spatial_size=(64, 64),
+        temporal_size=1,
+        block_setting=settings,
+        residual_pool=False,
+        residual_with_cls_embed=False,
+        rel_pos_embed=False,
+        proj_after_attn=True,
+        num_classes=7,
+        patch_embed_kernel=(1, 7, 7),
+        patch_embed_stride=(1, 4, 4),
+        patch_embed_padding=(0, 3, 3),
+    )
+    theirs = unsettle(theirs).eval()
+    state = theirs.state_dict()
+    places = [state.pop(f"pos_encoding.{kind}_pos") for kind in ("class", "spatial", "temporal")]
+    state["positions"] = torch.cat((places[0][None], places[1] + places[2]))
+    for key, value in state.items():
+        if value.dim() == 5:
+            state[key] = value[:, :, 0]
+    block, shrink = r"blocks\.(\d)\.", r"blocks\.([13])\."
+    rules = [
+        (r"conv_proj\.(.*)", r"stem.patches.conv.\1"),
+        (r"pos_encoding\.class_token", "stem.token.weight"),
+        (r"positions", "stem.positions.weight"),
+        (shrink + r"norm1\.(.*)", r"layer\1_attention.norm.\2"),
+        (shrink + r"attn\.qkv\.(.*)", r"layer\1_attention.body.qkv.\2"),
+        (shrink + r"attn\.project\.0\.(.*)", r"layer\1_attention.body.out.\2"),
+        (shrink + r"attn\.pool_(.)\.pool\.(.*)", r"layer\1_attention.body.pool_\2.conv.\3"),
+        (
+            shrink + r"attn\.pool_(.)\.norm_act\.0\.(.*)",
+            r"layer\1_attention.body.pool_\2.norm.\3",
+        ),
+        (shrink + r"project\.(.*)", r"layer\1_attention.shortcut.\2"),
+        (block + r"norm1\.(.*)", r"layer\1_attention.f.norm.\2"),
+        (block + r"attn\.qkv\.(.*)", r"layer\1_attention.f.body.qkv.\2"),
+        (block + r"attn\.project\.0\.(.*)", r"layer\1_attention.f.body.out.\2"),
+        (block + r"attn\.pool_(.)\.pool\.(.*)", r"layer\1_attention.f.body.pool_\2.conv.\3"),
+        (
+            block + r"attn\.pool_(.)\.norm_act\.0\.(.*)",
+            r"layer\1_attention.f.body.pool_\2.norm.\3",
+        ),
+        (block + r"norm2\.(.*)", r"layer\1_mlp.f.norm.\2"),
+        (block + r"mlp\.0\.(.*)", r"layer\1_mlp.f.body.grow.\2"),
+        (block + r"mlp\.3\.(.*)", r"layer\1_mlp.f.body.shrink.\2"),
+        (r"norm\.(.*)", r"head.norm.\1"),
+        (r"head\.1\.(.*)", r"head.classes.\1"),
+    ]
+    ours = rd.create_model(
+        "mvit_base",
+        image_size=64,
+        num_classes=7,
+        width=12,
+        heads=1,
+        depths=(1, 2, 2),
+        dtype=torch.float64,
+    )
+    load(ours, state, rules)
+    x = torch.randn(3, 3, 64, 64).double()
+    assert torch.allclose(ours(x), theirs(x[:, :, None]), rtol=1e-9, atol=1e-9)

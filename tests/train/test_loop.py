@@ -119,11 +119,12 @@ def test_every_method_goes_through(method, tmp_path):
         assert ticks == {(kind, stage) for kind in "FB" for stage in range(4)}
 
 
-def test_text_and_its_head(tmp_path):
+@pytest.mark.parametrize("model", ["rev_gpt_nano", "rev_roberta_base"])
+def test_text_and_its_head(model, tmp_path):
     (tmp_path / "input.txt").write_text("to be or not to be, that is the question. " * 200)
     for method in ("store", "petra"):
         made = recipe(
-            model="rev_gpt_nano",
+            model=model,
             model_options={"width": 16, "heads": 2, "depth": 1},
             depths=(),
             data="text",

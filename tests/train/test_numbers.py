@@ -114,7 +114,8 @@ def test_seeds_reach_weights_order_and_text(tmp_path):
     assert not torch.equal(one.task.train[0][0], other.task.train[0][0])
 
 
-def test_text_is_evaluated_by_its_targets(tmp_path):
+@pytest.mark.parametrize("model", ["gpt_nano", "roberta_base"])
+def test_text_is_evaluated_by_its_targets(model, tmp_path):
     """The last window is not full; each target counts once, and the rest not at all."""
     (tmp_path / "input.txt").write_text("some words, and others, and more of them. " * 9 + "end")
     made = recipe(
@@ -122,17 +123,22 @@ def test_text_is_evaluated_by_its_targets(tmp_path):
         data_folder=str(tmp_path),
         context=16,
         depths=(),
-        model="gpt_nano",
+        model=model,
         model_options={"width": 8, "heads": 2, "depth": 1},
         microbatch=2,
         method="store",
     )
     engine = build(made)
     assert isinstance(engine, BackpropEngine)
-    model = engine.task.model.eval()
+    network = engine.task.model.eval()
     x, y = (torch.cat(each) for each in zip(*engine.task.test, strict=True))
     assert (y < 0).any()
-    wanted = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100)
+    if model == "roberta_base":
+        assert (y >= 0).sum(1).tolist() == [2] * len(y)  # 15 % of 16
+        assert (x == 256).any() and network[-1].out_features == 257
+    else:
+        assert network[-1].out_features == 256
+    wanted = F.cross_entropy(network(x).flatten(0, 1), y.flatten(), ignore_index=-100)
     assert engine.evaluate().loss == pytest.approx(wanted.item(), rel=1e-5)
     assert engine.task.body.training and engine.task.loss.training
 

@@ -10,10 +10,9 @@ from torch import Tensor
 from redivider.data.batches import Batch, Batches, Span
 from redivider.data.errors import DataError, reason
 from redivider.data.files import VARIABLE, places
+from redivider.data.masking import IGNORED, Masking
 from redivider.data.order import draw, permutation
 from redivider.data.vocabulary import Bytes, Vocabulary, byte_pairs
-
-IGNORED = -100  # what torch's cross-entropy leaves out
 
 
 def read_text(
@@ -60,22 +59,31 @@ class Text:
         *,
         train: bool,
         context: int = 256,
+        masked: float | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> "TextBatches":
         """Batches of windows: tokens and, as targets, each one's next; both int64 (N, context).
 
+        Or hidden tokens as targets, and -100 for all others: `masked=0.15`. The token of a hidden
+        one is `vocabulary.size`, so a model needs a vocabulary of one more.
+
         Args:
             batch_size: Windows in a batch.
             train: Windows in random order; each epoch begins the first one elsewhere, so that text
-                is not always cut at the same places. Otherwise every token is a target once, in
+                is not always cut at the same places. Otherwise every token is in one window, in
                 order; where the last window is not full, its targets are -100, which
                 cross-entropy leaves out.
             context: Tokens in a window.
+            masked: The part of its tokens that is hidden; others in every epoch, the same in every
+                evaluation.
             seed: Of order and beginnings.
             device: Where the text is moved to, and batches are made.
         """
-        return TextBatches(self, batch_size, context=context, train=train, seed=seed, device=device)
+        hiding = None if masked is None else Masking(masked, self.vocabulary.size, seed)
+        return TextBatches(
+            self, batch_size, context=context, hiding=hiding, train=train, seed=seed, device=device
+        )
 
 
 class TextBatches(Batches):
@@ -87,32 +95,35 @@ class TextBatches(Batches):
         batch_size: int,
         *,
         context: int,
+        hiding: Masking | None,
         train: bool,
         seed: int,
         device: torch.device | str,
     ) -> None:
-        num, needed = len(text), 2 * context if train else 2
+        extra = 1 if hiding is None else 0  # the last token's next
+        num, needed = len(text), 2 * context if train else 1 + extra
         if context < 1 or num < needed:
             raise DataError(
                 f"{text.name} has {num} tokens, too few for a context of {context}; "
                 "take a smaller one, 1 or more, or more text"
             )
         # In training the first window begins at any of the first `context` tokens.
-        num_windows = num // context - 1 if train else -(-(num - 1) // context)
+        num_windows = num // context - 1 if train else -(-(num - extra) // context)
         super().__init__(text.name, num_windows, batch_size, train=train, seed=seed, device=device)
-        self.context = context
+        self.context, self._hiding = context, hiding
+        self._offsets = torch.arange(context + extra, device=self.device)
         self._tokens = text.tokens.to(self.device)
         self._epoch: tuple[int, Tensor] | None = None
 
     def _take(self, span: Span) -> Batch:
-        starts = self._starts(span)
-        places = starts[:, None] + torch.arange(self.context + 1, device=self.device)
+        places = self._starts(span)[:, None] + self._offsets
+        outside = places >= len(self._tokens)
         tokens = self._tokens[places.clamp(max=len(self._tokens) - 1)].long()
-        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        if not self.train:
-            # Not in place: of a single window, x and y are views of the same tokens.
-            y = y.masked_fill(places[:, 1:] >= len(self._tokens), IGNORED)
-        return x, y
+        if self._hiding is not None:
+            return self._hiding.hide(tokens, places, outside, epoch=span.epoch)
+        # Not in place: of a single window, both are views of the same tokens.
+        x, y = tokens[:, :-1], tokens[:, 1:].masked_fill(outside[:, 1:], IGNORED)
+        return x.contiguous(), y
 
     def _visit(self, spans: Iterable[Span]) -> Iterator[Batch]:
         return map(self._take, spans)

@@ -12,7 +12,7 @@ import torch
 from redivider.arithmetic import Arithmetic
 from redivider.chain import Chain
 from redivider.initial import materialise
-from redivider.models import gpt, resnet, revnet, vit
+from redivider.models import gpt, mvit, resnet, revnet, roberta, swin, vit
 from redivider.models.options import OptionError
 from redivider.models.parts import Units
 
@@ -32,8 +32,14 @@ FAMILIES = (
     Family("revnet", revnet.revnet, resnet.Options, resnet.SIZES),
     Family("vit_", vit.vit, vit.Options, vit.SIZES),
     Family("rev_vit_", vit.rev_vit, vit.Options, vit.SIZES),
+    Family("swin_", swin.swin, swin.Options, swin.SIZES),
+    Family("rev_swin_", swin.rev_swin, swin.Options, swin.SIZES),
+    Family("mvit_", mvit.mvit, mvit.Options, mvit.SIZES),
+    Family("rev_mvit_", mvit.rev_mvit, mvit.Options, mvit.SIZES),
     Family("gpt_", gpt.gpt, gpt.Options, gpt.SIZES),
     Family("rev_gpt_", gpt.rev_gpt, gpt.Options, gpt.SIZES),
+    Family("roberta_", roberta.roberta, roberta.Options, roberta.SIZES),
+    Family("rev_roberta_", roberta.rev_roberta, roberta.Options, roberta.SIZES),
 )
 
 

@@ -28,43 +28,74 @@ class Images:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layers:
-    """The size of a transformer, and its dropout.
+class Drops:
+    """What a transformer drops in training.
 
     Drop-path rises over the layers, from 0 in the first to `drop_path` in the last.
     """
 
-    width: int
-    depth: int
-    heads: int
-    hidden: int | None = None
-    """Width of the MLP's middle; 4 times the width unless set."""
     dropout: float = 0.0
     attention_dropout: float = 0.0
     drop_path: float = 0.0
 
     def __post_init__(self) -> None:
-        verify_positive(self, "width", "depth", "heads")
-        if self.hidden is not None:
-            verify_positive(self, "hidden")
-        if self.width % self.heads:
-            raise OptionError(
-                f"width {self.width} cannot be shared out among {self.heads} heads; "
-                f"make it a multiple of {self.heads}, or change heads"
-            )
         for name in ("dropout", "attention_dropout", "drop_path"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 <= value < 1:
                 raise OptionError(f"{name} must be a number in [0, 1), got {value!r}")
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the whole network."""
+        raise NotImplementedError
+
+    def drops_of(self, layer: int) -> dict[str, float]:
+        """Dropout and drop-path of what one layer adds to its stream."""
+        rise = layer / max(1, self.num_layers - 1)
+        return {"dropout": self.dropout, "drop_path": self.drop_path * rise}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers(Drops):
+    """The size of a transformer whose layers are alike, and its dropout."""
+
+    width: int
+    depth: int
+    heads: int
+    hidden: int | None = None
+    """Width of the MLP's middle; 4 times the width unless set."""
+
+    def __post_init__(self) -> None:
+        verify_positive(self, "width", "depth", "heads")
+        if self.hidden is not None:
+            verify_positive(self, "hidden")
+        verify_heads(self.width, self.heads)
+        super().__post_init__()
+
+    @property
+    def num_layers(self) -> int:
+        return self.depth
+
+    @property
     def middle(self) -> int:
         """Width of the MLP's middle."""
         return 4 * self.width if self.hidden is None else self.hidden
 
-    def drop_path_of(self, layer: int) -> float:
-        """The drop-path of one layer."""
-        return self.drop_path * layer / max(1, self.depth - 1)
+
+def verify_heads(width: int, heads: int) -> None:
+    """Refuse heads that cannot share the width."""
+    if width % heads:
+        raise OptionError(
+            f"width {width} cannot be shared out among {heads} heads; "
+            f"make it a multiple of {heads}, or change heads"
+        )
+
+
+def verify_depths(depths: object, of: str) -> None:
+    """Refuse what is not a number of blocks, 1 or more, for each of several parts."""
+    is_list = isinstance(depths, tuple | list) and len(depths) > 0
+    if not is_list or not all(map(is_count, depths)):  # type: ignore[call-overload]
+        raise OptionError(f"depths must be a tuple, 1 or more blocks for each {of}, got {depths!r}")
 
 
 def verify_positive(options: object, *names: str) -> None:

@@ -6,6 +6,7 @@ device and get their weights later.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from redivider.models.options import Layers
 
 Units = dict[str, nn.Module]
+Norm = partial(nn.LayerNorm, eps=1e-6)
+"""That of vision transformers."""
 
 
 class Residual(nn.Module):
@@ -68,6 +71,29 @@ class Positions(nn.Module):
         if x.shape[1] > len(self.weight):
             raise ValueError(f"{x.shape[1]} tokens are more than the {len(self.weight)} it has")
         return x + self.weight[: x.shape[1]]
+
+
+class ClassToken(nn.Module):
+    """Puts a learned token before the others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Nearly nothing."""
+        nn.init.normal_(self.weight, std=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.weight.expand(len(x), 1, -1).to(x), x), dim=1)
+
+
+class First(nn.Module):
+    """The first token alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 0]
 
 
 class Attention(nn.Module):
@@ -135,6 +161,20 @@ class DropPath(nn.Module):
         return x * ((drawn < keep) / keep).to(x.dtype)
 
 
+class Mean(nn.Module):
+    """The average over all places."""
+
+    def __init__(self, *places: int) -> None:
+        super().__init__()
+        self.places = places
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(self.places)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.places))
+
+
 class Pool(nn.Module):
     """Both streams averaged over all places, side by side: what a classifier sees."""
 
@@ -199,7 +239,7 @@ def transformer_layers(
     """The residual functions in order, attention and MLP in turn, with the names of their units."""
     width = options.width
     for layer in range(options.depth):
-        drops = {"dropout": options.dropout, "drop_path": options.drop_path_of(layer)}
+        drops = options.drops_of(layer)
         attention = Attention(
             width, options.heads, causal=causal, dropout=options.attention_dropout, std=std
         )

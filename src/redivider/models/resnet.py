@@ -11,13 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from redivider.models.options import (
-    Images,
-    OptionError,
-    is_count,
-    verify_flag,
-    verify_positive,
-)
+from redivider.models.options import Images, verify_depths, verify_flag, verify_positive
 from redivider.models.parts import Units, conv_norm, named
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -41,11 +35,7 @@ class Options(Images):
         super().__post_init__()
         verify_positive(self, "width")
         verify_flag(self, "bottleneck")
-        is_list = isinstance(self.depths, tuple | list) and len(self.depths) > 0
-        if not is_list or not all(map(is_count, self.depths)):
-            raise OptionError(
-                f"depths must be a tuple, 1 or more blocks for each group, got {self.depths!r}"
-            )
+        verify_depths(self.depths, "group")
 
     @property
     def is_small(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
@@ -78,9 +79,23 @@ class Fused(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(*args, kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False))[0]
+            return _fused_attention(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+) -> Any:
+    if attn_mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+    with_bias = torch.ops.aten._scaled_dot_product_efficient_attention
+    bias = attn_mask.expand(*q.shape[:-1], k.shape[-2])
+    return with_bias(q, k, v, bias, torch.is_grad_enabled(), dropout_p, is_causal)[0]
 
 
 def print_models(patterns: Sequence[str]) -> None:

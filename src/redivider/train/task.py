@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from redivider.chain import Chain
 from redivider.data import Batches, Source, Text, load
-from redivider.models.catalogue import create_model
+from redivider.models.catalogue import create_model, resolve
 from redivider.models.cross_entropy import ChunkedCrossEntropy
 from redivider.train.recipe import Recipe
 from redivider.train.torchrun import num_processes
 
 MOST_AT_ONCE = 512  # samples in a batch of an evaluation
+MASKED = 0.15  # of the tokens, where a model learns hidden ones
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ def make_task(recipe: Recipe, device: torch.device) -> Task:
 def _shape(recipe: Recipe, source: Source) -> dict[str, Any]:
     """What the data ask of a model."""
     if isinstance(source, Text):
-        return {"vocabulary": source.vocabulary.size, "context": recipe.context}
+        # One more for what stands in the place of hidden tokens.
+        size = source.vocabulary.size + (1 if _is_masked(recipe) else 0)
+        return {"vocabulary": size, "context": recipe.context}
     return {
         "num_classes": source.num_classes,
         "image_size": source.image_size,
@@ -124,7 +127,12 @@ def _batches(recipe: Recipe, source: Source, train: bool, device: torch.device) 
     if isinstance(source, Text):
         size = recipe.microbatch
         return source.batches(
-            size, train=train, context=recipe.context, seed=recipe.seed, device=device
+            size,
+            train=train,
+            context=recipe.context,
+            masked=MASKED if _is_masked(recipe) else None,
+            seed=recipe.seed,
+            device=device,
         )
     return source.batches(
         size,
@@ -133,3 +141,7 @@ def _batches(recipe: Recipe, source: Source, train: bool, device: torch.device) 
         device=device,
         channels_last=recipe.channels_last,
     )
+
+
+def _is_masked(recipe: Recipe) -> bool:
+    return getattr(resolve(recipe.model)[0].options, "masked", False)

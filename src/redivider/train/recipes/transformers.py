@@ -1,16 +1,18 @@
-"""Reversible transformers on CIFAR-10 and text."""
+"""Transformers, reversible and not, on CIFAR-10 and text."""
 
 from functools import partial
+from typing import Any
 
 from redivider.train.recipe import Recipe
 
 
-def vit_cifar10(model: str) -> Recipe:
-    """A small (Rev-)ViT on images of 32 pixels, in patches of 4."""
+def cifar10(model: str, depths: tuple[int, ...] = (), **options: Any) -> Recipe:
+    """A transformer of images, made for 32 pixels."""
     return Recipe(
         name=f"{model}-cifar10",
         model=model,
-        model_options={"patch_size": 4, "drop_path": 0.1},
+        model_options={"drop_path": 0.1, **options},
+        depths=depths,
         data="cifar10",
         method="reverse" if model.startswith("rev") else "store",
         microbatch=128,
@@ -26,11 +28,12 @@ def vit_cifar10(model: str) -> Recipe:
     )
 
 
-def gpt_text(model: str, context: int, microbatch: int) -> Recipe:
-    """A (Rev-)GPT on bytes of text."""
+def text(model: str, context: int, microbatch: int, **options: Any) -> Recipe:
+    """A language model on bytes of text."""
     return Recipe(
         name=f"{model}-text",
         model=model,
+        model_options=options,
         data="text",
         context=context,
         tokens="bytes",
@@ -49,11 +52,21 @@ def gpt_text(model: str, context: int, microbatch: int) -> Recipe:
     )
 
 
+SWIN: dict[str, Any] = {"depths": (2, 6, 2), "patch_size": 2, "window": 4}  # maps of 16, 8, 4
+MVIT: dict[str, Any] = {"depths": (1, 4, 2), "patch_size": 2, "pool": 2}
+ROBERTA = {"width": 384, "depth": 6, "heads": 6}  # that of GPT nano
+
 RECIPES = [
-    partial(vit_cifar10, "vit_small"),
-    partial(vit_cifar10, "rev_vit_small"),
-    partial(gpt_text, "gpt_nano", 256, 16),
-    partial(gpt_text, "rev_gpt_nano", 256, 16),
-    partial(gpt_text, "gpt_small", 1024, 8),
-    partial(gpt_text, "rev_gpt_small", 1024, 8),
+    partial(cifar10, "vit_small", patch_size=4),
+    partial(cifar10, "rev_vit_small", patch_size=4),
+    partial(cifar10, "swin_tiny", **SWIN),
+    partial(cifar10, "rev_swin_tiny", **SWIN),
+    partial(cifar10, "mvit_base", **MVIT),
+    partial(cifar10, "rev_mvit_base", **MVIT),
+    partial(text, "gpt_nano", 256, 16),
+    partial(text, "rev_gpt_nano", 256, 16),
+    partial(text, "gpt_small", 1024, 8),
+    partial(text, "rev_gpt_small", 1024, 8),
+    partial(text, "roberta_base", 256, 16, **ROBERTA),
+    partial(text, "rev_roberta_base", 256, 16, **ROBERTA),
 ]

@@ -1,0 +1,92 @@
+"""What hierarchical transformers share: stages that halve the image and double the width."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from redivider.junction import Fuse
+from redivider.models.options import (
+    Drops,
+    Images,
+    OptionError,
+    verify_depths,
+    verify_heads,
+    verify_positive,
+)
+from redivider.models.parts import Linear, named
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers that work on maps of one size."""
+
+    number: int
+    """From 0."""
+    width: int
+    heads: int
+    side: int
+    """Of the square map, in tokens."""
+    layers: range
+    """Their numbers in the whole network."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hierarchy(Images, Drops):
+    """Images in patches, and stages of layers. Width and heads are the first stage's."""
+
+    width: int
+    depths: tuple[int, ...]
+    """Layers of each stage."""
+    heads: int
+    patch_size: int = 4
+
+    def __post_init__(self) -> None:
+        Images.__post_init__(self)
+        Drops.__post_init__(self)
+        verify_positive(self, "width", "heads", "patch_size")
+        verify_depths(self.depths, "stage")
+        verify_heads(self.width, self.heads)
+        if self.image_size % self.shrinks:
+            raise OptionError(
+                f"image_size {self.image_size} is not divisible by {self.shrinks}: patches of "
+                f"{self.patch_size}, halved {len(self.depths) - 1} times"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.depths)
+
+    @property
+    def shrinks(self) -> int:
+        """How many times smaller the map of the last stage is than the image."""
+        return self.patch_size << (len(self.depths) - 1)
+
+    @property
+    def width_out(self) -> int:
+        """Width of the last stage."""
+        return self.width << (len(self.depths) - 1)
+
+    def stages(self) -> Iterator[Stage]:
+        """All of them in order."""
+        first = 0
+        for number, depth in enumerate(self.depths):
+            grown = 2**number
+            yield Stage(
+                number,
+                self.width * grown,
+                self.heads * grown,
+                self.image_size // self.patch_size // grown,
+                range(first, first + depth),
+            )
+            first += depth
+
+
+def fusion(width: int) -> nn.Sequential:
+    """Two streams to one, by a perceptron that sees both, as in Rev-Swin's published code."""
+    return named(
+        both=Fuse("concat"),
+        mix=Linear(2 * width, 2 * width),
+        activation=nn.GELU(),
+        shrink=Linear(2 * width, width),
+    )

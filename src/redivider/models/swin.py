@@ -1,0 +1,249 @@
+"""Swin and Rev-Swin: attention in windows that shift from layer to layer.
+
+Liu et al. 2021, and Zhu and Mangalam 2023: within a stage attention and MLP are couplings; between
+stages the two streams are fused, patches of 2 x 2 tokens merged, and the result goes into both
+streams again; the head reads both streams side by side. Streams are maps of shape (batch, side,
+side, width).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from redivider.coupling import Coupling
+from redivider.junction import Duplicate, Fuse
+from redivider.models.hierarchy import Hierarchy, Stage, fusion
+from redivider.models.options import OptionError, verify_positive
+from redivider.models.parts import Linear, Mean, Residual, Units, mlp, named, residual
+from redivider.models.patches import Patches
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"width": 96, "depths": (2, 2, 6, 2), "heads": 3},
+    "small": {"width": 96, "depths": (2, 2, 18, 2), "heads": 3},
+    "base": {"width": 128, "depths": (2, 2, 18, 2), "heads": 4},
+    "large": {"width": 192, "depths": (2, 2, 18, 2), "heads": 6},
+    "huge": {"width": 352, "depths": (2, 2, 18, 2), "heads": 8},
+    "giant": {"width": 512, "depths": (2, 2, 42, 2), "heads": 16},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Hierarchy):
+    """Of Swin and Rev-Swin."""
+
+    window: int = 7
+    """Its side, in tokens; where a map is smaller, the map is the window."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        verify_positive(self, "window")
+        for stage in self.stages():
+            if stage.side > self.window and stage.side % self.window:
+                raise OptionError(
+                    f"windows of {self.window} do not cover the {stage.side} x {stage.side} tokens "
+                    f"of stage {stage.number + 1}; change window, image_size or patch_size"
+                )
+
+    def functions(self, stage: Stage) -> Iterator[tuple[str, nn.Module]]:
+        """The residual functions of a stage in order, with the names of their units."""
+        window = min(self.window, stage.side)
+        for layer in stage.layers:
+            drops = self.drops_of(layer)
+            is_second = (layer - stage.layers.start) % 2 == 1
+            attention = WindowAttention(
+                stage.width,
+                stage.heads,
+                side=stage.side,
+                window=window,
+                shift=window // 2 if is_second and window < stage.side else 0,
+                dropout=self.attention_dropout,
+            )
+            norm = nn.LayerNorm(stage.width)
+            yield f"layer{layer}_attention", residual(norm, attention, **drops)
+            body = mlp(stage.width, 4 * stage.width, dropout=self.dropout)
+            yield f"layer{layer}_mlp", residual(nn.LayerNorm(stage.width), body, **drops)
+
+
+class WindowAttention(nn.Module):
+    """Self-attention among the tokens of each window, with a bias for every offset.
+
+    Args:
+        width: Of a token.
+        heads: Their number, which divides the width.
+        side: Of the square map.
+        window: Side of a window, which divides it.
+        shift: How far windows are moved, down and to the right; they wrap around, but tokens
+            from opposite edges do not see each other.
+        dropout: Of the attention's weights.
+    """
+
+    def __init__(
+        self, width: int, heads: int, *, side: int, window: int, shift: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.heads, self.window, self.shift, self.dropout = heads, window, shift, dropout
+        self.qkv = Linear(width, 3 * width)
+        self.bias = OffsetBias(window, heads)
+        self.edges = Edges(side, window, shift) if shift else None
+        self.out = Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.shift:
+            x = x.roll((-self.shift, -self.shift), (1, 2))
+        windows = _cut(x, self.window)
+        num = windows.shape[1]
+        # Every head of every window is a head: so what differs by window is broadcast over samples.
+        qkv = self.qkv(windows).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)
+        bias = self.bias().expand(num, -1, -1, -1)
+        if self.edges is not None:
+            bias = bias + self.edges()
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=bias.flatten(0, 1).to(q.dtype),
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        y = y.view(len(x), num, self.heads, *y.shape[2:]).transpose(2, 3).flatten(3)
+        y = _join(self.out(y), x.shape[1])
+        return y.roll((self.shift, self.shift), (1, 2)) if self.shift else y
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.heads}, window={self.window}, shift={self.shift}, dropout={self.dropout}"
+        )
+
+
+class OffsetBias(nn.Module):
+    """What attention adds for the offset of two tokens in a window: (heads, tokens, tokens)."""
+
+    index: Tensor
+
+    def __init__(self, window: int, heads: int) -> None:
+        super().__init__()
+        self.window = window
+        self.table = nn.Parameter(torch.empty((2 * window - 1) ** 2, heads))
+        self.register_buffer("index", torch.empty(window**4, dtype=torch.int64), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Small, normal; and where each pair of tokens finds its offset."""
+        nn.init.trunc_normal_(self.table, std=0.02)
+        places = torch.arange(self.window, device=self.index.device)
+        rows, columns = places.repeat_interleave(self.window), places.repeat(self.window)
+        down, right = (x[:, None] - x + self.window - 1 for x in (rows, columns))
+        self.index.copy_((down * (2 * self.window - 1) + right).flatten())
+
+    def forward(self) -> Tensor:
+        num = self.window**2
+        return F.embedding(self.index, self.table).view(num, num, -1).permute(2, 0, 1)
+
+
+class Edges(nn.Module):
+    """Keeps tokens apart that share a shifted window across an edge: (windows, 1, tokens, tokens).
+
+    Args:
+        side: Of the square map.
+        window: Side of a window.
+        shift: How far windows are moved.
+    """
+
+    mask: Tensor
+
+    def __init__(self, side: int, window: int, shift: int) -> None:
+        super().__init__()
+        self.side, self.window, self.shift = side, window, shift
+        shape = (side // window) ** 2, 1, window**2, window**2
+        self.register_buffer("mask", torch.empty(shape), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """0 for those that see each other, minus infinity for those that do not."""
+        places = torch.arange(self.side, device=self.mask.device)
+        wrapped = (places >= self.side - self.shift).long()  # these come from the opposite edge
+        regions = 2 * wrapped[:, None] + wrapped
+        in_windows = _cut(regions[None, :, :, None], self.window)[0, :, None, :, 0]
+        apart = in_windows[..., None, :] != in_windows[..., None]
+        self.mask.copy_(torch.where(apart, -torch.inf, 0.0))
+
+    def forward(self) -> Tensor:
+        return self.mask
+
+
+def _cut(x: Tensor, window: int) -> Tensor:
+    """A map of shape (batch, side, side, width) as windows: (batch, windows, tokens, width)."""
+    batch, side, _, width = x.shape
+    num = side // window
+    cut = x.reshape(batch, num, window, num, window, width).transpose(2, 3)
+    return cut.reshape(batch, num * num, window * window, width)
+
+
+def _join(windows: Tensor, side: int) -> Tensor:
+    """The inverse of `_cut`."""
+    batch, _, tokens, width = windows.shape
+    window = round(tokens**0.5)
+    num = side // window
+    cut = windows.reshape(batch, num, num, window, window, width).transpose(2, 3)
+    return cut.reshape(batch, side, side, width)
+
+
+class Merge(nn.Module):
+    """Four neighbouring tokens to one, twice as wide."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4 * width)
+        self.reduce = Linear(4 * width, 2 * width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, side, _, width = x.shape
+        four = x.reshape(batch, side // 2, 2, side // 2, 2, width).permute(0, 1, 3, 4, 2, 5)
+        y: Tensor = self.reduce(self.norm(four.flatten(3)))
+        return y
+
+
+def swin(options: Options) -> Units:
+    """The units of a Swin: stem, two for each layer, a merge between stages, head."""
+    units: Units = {"stem": _stem(options)}
+    for stage in options.stages():
+        if stage.number:
+            units[f"merge{stage.number}"] = Merge(stage.width // 2)
+        units |= {name: Residual(f) for name, f in options.functions(stage)}
+    return {**units, "head": named(**_head(options.width_out, options.num_classes))}
+
+
+def rev_swin(options: Options) -> Units:
+    """The units of a Rev-Swin: stem, two for each layer, a junction between stages, head."""
+    units: Units = {"stem": _stem(options).append(Duplicate())}
+    for stage in options.stages():
+        if stage.number:
+            before = stage.width // 2
+            units[f"merge{stage.number}"] = named(
+                fuse=fusion(before), merge=Merge(before), streams=Duplicate()
+            )
+        units |= {name: Coupling(f) for name, f in options.functions(stage)}
+    head = named(both=Fuse("concat"), **_head(2 * options.width_out, options.num_classes))
+    return {**units, "head": head}
+
+
+def _stem(options: Options) -> nn.Sequential:
+    side = options.image_size // options.patch_size
+    return named(
+        patches=Patches(options.image_size, options.in_channels, options.width, options.patch_size),
+        norm=nn.LayerNorm(options.width),
+        map=nn.Unflatten(1, (side, side)),
+        dropout=nn.Dropout(options.dropout),
+    )
+
+
+def _head(width: int, num_classes: int) -> dict[str, nn.Module]:
+    return {
+        "norm": nn.LayerNorm(width),
+        "pool": Mean(1, 2),
+        "classes": Linear(width, num_classes, std=0.02),
+    }
