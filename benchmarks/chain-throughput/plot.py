@@ -14,6 +14,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib import ticker
 
+plt.rcParams["svg.fonttype"] = "none"
+
 COLOURS = {
     "store": "tab:gray",
     "torch checkpoint": "tab:orange",
@@ -42,14 +44,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                     label=row["method"],
                     s=60,
                 )
-        top = axis.get_ylim()[1]
-        axis.set(title=setting, xscale="log", ylim=(0, 1.1 * top))
-        axis.margins(x=0.15)
-        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        right, top = axis.get_xlim()[1], axis.get_ylim()[1]
+        axis.set(title=setting, xlim=(0, 1.1 * right), ylim=(0, 1.1 * top))
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(4))
         axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-        axis.xaxis.set_minor_formatter(ticker.NullFormatter())
         axis.grid(alpha=0.3)
-    for axis in axes[-1]:
+    for axis in axes.flat[max(0, len(settings) - columns) : len(settings)]:
         axis.set_xlabel("reserved memory (MiB)")
     for line in axes:
         line[0].set_ylabel("samples per second")

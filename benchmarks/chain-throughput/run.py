@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
 from redivider.models.catalogue import resolve
+from redivider.models.language import Language
 
 # name: model, options, batch
 SETTINGS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -36,6 +37,16 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], int]] = {
     "L/64": ("rev_vit_large", {}, 64),
     "RevNet-50/64": ("revnet50", {}, 64),
     "GPT-small/8": ("rev_gpt_small", {}, 8),
+    "Swin-T/8": ("rev_swin_tiny", {}, 8),
+    "Swin-T/64": ("rev_swin_tiny", {}, 64),
+    "Swin-S/8": ("rev_swin_small", {}, 8),
+    "Swin-S/64": ("rev_swin_small", {}, 64),
+    "Swin-B/8": ("rev_swin_base", {}, 8),
+    "Swin-B/64": ("rev_swin_base", {}, 64),
+    "MViT-B/16": ("rev_mvit_base", {}, 16),
+    "MViT-B/64": ("rev_mvit_base", {}, 64),
+    "RoBERTa-B/8": ("rev_roberta_base", {}, 8),
+    "RoBERTa-B/64": ("rev_roberta_base", {}, 64),
 }
 METHODS = (
     "store",
@@ -103,7 +114,7 @@ class Network:
         self.parameters = list(chain.parameters())
         if compiled:
             chain.compile(dynamic=False)
-        if "gpt" in name:
+        if issubclass(resolve(name)[0].options, Language):
             self.loss = rd.ChunkedCrossEntropy(chain[-1], chunk=2048)
             chain = chain[:-1]
         self.run: Any = chain
