@@ -146,7 +146,7 @@ def test_the_grid_stays_close_to_floating_point():
         assert torch.equal(fixed(x), fixed.eval()(x))
 
 
-@pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse"])
+@pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse", "reverse-checkpoint"])
 def test_leaving_the_range_is_refused_before_anything_is_written(backward):
     class Grows(nn.Module):
         def __init__(self) -> None:
@@ -169,7 +169,7 @@ def test_leaving_the_range_is_refused_before_anything_is_written(backward):
         chain(torch.ones(3))
 
 
-@pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse"])
+@pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse", "reverse-checkpoint"])
 def test_an_f_that_is_not_finite_is_refused(backward):
     class Divides(nn.Module):
         def forward(self, x):

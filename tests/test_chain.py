@@ -90,7 +90,7 @@ def test_copies_train_apart(backward):
         assert each[2].f[1].weight is not chain[2].f[1].weight
 
 
-@pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse"])
+@pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse", "reverse-checkpoint"])
 def test_chains_within_chains(backward):
     inner = rd.Chain([rd.Coupling(MLP(8)), rd.Coupling(MLP(8))], backward=backward)
     chain = rd.Chain([rd.Duplicate(), inner, rd.Coupling(MLP(8)), rd.Fuse()], backward=backward)
@@ -105,7 +105,7 @@ def test_chains_within_chains(backward):
         broken(x)
 
 
-@pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse"])
+@pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse", "reverse-checkpoint"])
 def test_training_lowers_the_loss_as_plain_training_does(backward):
     torch.manual_seed(0)
     chain = vector_chain(lambda w: MLP(w, dropout=0.1), 4, backward=backward).double()

@@ -9,7 +9,7 @@ from torch import nn
 
 import redivider as rd
 
-ALL = ("store", "checkpoint", "reverse")
+ALL = ("store", "checkpoint", "reverse", "reverse-checkpoint")
 
 
 @pytest.mark.parametrize("backward", ALL)

@@ -5,7 +5,8 @@ What a unit keeps between its forward and its backward:
     backward               a coupling    a junction    work (forward and backward of a unit: 3)
     "store"                graph         graph         3
     "checkpoint"           input         input         4
-    "reverse"              nothing       graph         4
+    "reverse"              nothing       graph         4, junctions 3
+    "reverse-checkpoint"   nothing       input         4
     "overlap"              nothing       graph         4, one of them beside the others
     "checkpoint-overlap"   input         input         4, one of them beside the others
     "auto"                 nothing       graph         "reverse" or "overlap", whichever is faster
@@ -37,6 +38,7 @@ KEEPS: dict[str, tuple[Keep, Keep]] = {
     "store": ("graph", "graph"),
     "checkpoint": ("input", "input"),
     "reverse": ("nothing", "graph"),
+    "reverse-checkpoint": ("nothing", "input"),
     "overlap": ("nothing", "graph"),
     "checkpoint-overlap": ("input", "input"),
     "auto": ("nothing", "graph"),
@@ -59,7 +61,8 @@ class Chain(nn.Module):
     Args:
         units: The modules, in order; or a dict of them, whose keys name them in `state_dict`.
         backward: "store" keeps all activations (plain backprop), "checkpoint" the input of every
-            unit, "reverse" nothing of a coupling and all of a junction. "overlap" is "reverse", and
+            unit, "reverse" nothing of a coupling and all of a junction, "reverse-checkpoint"
+            nothing of a coupling and the input of a junction. "overlap" is "reverse", and
             "checkpoint-overlap" is "checkpoint", with the recomputation of a unit beside the
             backward of the next one on a GPU. "auto" tries "reverse" and "overlap" there, and
             keeps the faster one.
