@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redivider.data import DataError, Text
+from redivider.data.masking import Masking
 from redivider.data.vocabulary import Bytes
 
 MASK = 256
@@ -34,17 +35,23 @@ def test_windows_have_as_many_targets_and_show_all_other_tokens(context, n, rate
         assert (x[~asked] < MASK).all()
 
 
-@given(st.integers(1, 90), st.integers(1, 20))
-def test_in_evaluation_every_token_is_seen_and_nothing_beyond_is_asked_for(num, context):
-    tokens, made = batches(num, 3, context=context, train=False, rate=0.5)
+@given(st.integers(1, 90), st.integers(1, 20), st.integers(0, 3))
+def test_in_evaluation_windows_are_full_and_nothing_is_asked_for_twice(num, context, seed):
+    """The last one begins earlier: a copy of a token beside it would give it away."""
+    tokens, made = batches(num, 3, context=context, train=False, rate=0.5, seed=seed)
     x, y = map(torch.cat, zip(*made, strict=True))
-    assert x.shape == (-(-num // context), context)
-    x, y = x.flatten(), y.flatten()
-    assert (y[num:] == -100).all()
-    assert torch.equal(torch.where(y != -100, y, x)[:num], tokens)
-    assert ((y.view(-1, context) != -100).sum(1) >= 1).all()
-    again = torch.cat([each for _, each in made]).flatten()
-    assert torch.equal(again, y)
+    last = min(context, num)
+    assert x.shape == (-(-num // context), last)
+    starts = [min(n * context, num - last) for n in range(len(x))]
+    for n, start in enumerate(starts):
+        true = torch.where(y[n] != -100, y[n], x[n])
+        assert torch.equal(true, tokens[start : start + last])
+        new = last if n * context == start else num - n * context
+        asked = (y[n] != -100).nonzero().flatten()
+        assert len(asked) == max(1, round(0.5 * new))
+        assert (asked >= last - new).all(), "what an earlier window had is only shown"
+    others = batches(num, 3, context=context, train=False, rate=0.5, seed=seed + 1)[1]
+    assert torch.equal(torch.cat([each for _, each in others]), y), "all runs are asked the same"
 
 
 def test_eight_of_ten_are_masked_one_is_another_and_one_is_shown():
@@ -61,19 +68,31 @@ def test_eight_of_ten_are_masked_one_is_another_and_one_is_shown():
     assert 30 < places.min() and places.max() < 100, "every place in a window is as likely"
 
 
-def test_epochs_and_seeds_hide_others_and_steps_are_functions_of_both():
+def test_epochs_and_seeds_hide_others():
+    """Of the very same windows; and what takes the place of a token is any of the vocabulary."""
+    places = torch.arange(400).view(4, 100)
+    every = torch.ones(4, 100, dtype=torch.bool)
+    found, others = set(), set()
+    for seed in range(3):
+        for epoch in range(4):
+            seen, asked = Masking(0.3, 500, seed).hide(places, places, every, epoch=epoch)
+            assert ((asked != -100).sum(1) == 30).all()
+            found.add(tuple((asked != -100).flatten().tolist()))
+            others |= set(seen[(seen != 500) & (seen != places)].tolist())
+    assert len(found) == 12
+    assert others and max(others) > 300 and max(others) < 500
+
+
+def test_steps_are_functions_of_the_seed():
     options = {"context": 50, "train": True}
-    found = []
     for seed in (0, 1):
-        _, made = batches(120, seed=seed, **options)
-        found += [frozenset((made[epoch][1][0] != -100).nonzero().flatten()) for epoch in range(9)]
-        fresh = batches(120, seed=seed, **options)[1]
+        made, fresh = (batches(120, seed=seed, **options)[1] for _ in range(2))
+        steps = [made[step] for step in range(9)]
         for step in (7, 0, 3):
-            assert all(map(torch.equal, fresh[step], made[step]))
-    assert len({tuple(sorted(map(int, each))) for each in found}) == 18
+            assert all(map(torch.equal, fresh[step], steps[step]))
 
 
-@pytest.mark.parametrize("rate", [0, -0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("rate", [0, -0.1, 1.5, float("nan"), True, "0.15"])
 def test_a_part_that_cannot_be_says_so(rate):
-    with pytest.raises(DataError, match="masked must be above 0 and at most 1, got"):
+    with pytest.raises(DataError, match=f"a number above 0 and at most 1, .* got {rate!r}"):
         batches(100, rate=rate)

@@ -18,7 +18,7 @@ def test_weights_are_those_of_the_cpu_and_gradients_those_of_store(name, options
     cpu = rd.create_model(name, seed=2, **options)
     models = [
         rd.create_model(name, seed=2, device="cuda", backward=backward, **options)
-        for backward in ("store", "reverse")
+        for backward in ("store", "reverse", "reverse-checkpoint")
     ]
     for key, each in cpu.state_dict().items():
         assert torch.equal(each, models[0].state_dict()[key].cpu()), key
@@ -30,6 +30,7 @@ def test_weights_are_those_of_the_cpu_and_gradients_those_of_store(name, options
         weigh(model.double()(x)).backward()
         found.append(gradients(model))
     assert worst_error(found[1], found[0]) <= 1e-10
+    assert worst_error(found[2], found[0]) <= 1e-10
 
 
 @pytest.mark.parametrize(("name", "options"), EACH)

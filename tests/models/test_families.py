@@ -12,13 +12,14 @@ from oracle import gradients, run_plainly, weigh, worst_error
 import redivider as rd
 from models.families import EACH, EACH_DEPTH, NAMES, is_text
 from redivider.models.catalogue import FAMILIES, resolve
+from redivider.models.summary import summarise
 
 
 def test_every_family_has_a_row():
     assert {resolve(name)[0].prefix for name in NAMES} == {each.prefix for each in FAMILIES}
 
 
-@pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse"])
+@pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse", "reverse-checkpoint"])
 @pytest.mark.parametrize(("name", "options"), EACH_DEPTH)
 def test_loss_and_gradients_are_those_of_plain_autograd(name, options, backward):
     model = rd.create_model(name, backward=backward, dtype=torch.float64, **options)
@@ -36,6 +37,17 @@ def test_loss_and_gradients_are_those_of_plain_autograd(name, options, backward)
     assert worst_error(gradients(model), gradients(plain)) <= 1e-10
     for key, buffer in plain.named_buffers():
         assert torch.allclose(model.get_buffer(key), buffer, rtol=1e-12), key
+
+
+@pytest.mark.parametrize(("name", "options"), [each for each in EACH if "rev" in each[0]])
+def test_least_is_kept_where_junctions_keep_their_input_alone(name, options):
+    kept = summarise(name, also=("checkpoint", "reverse", "reverse-checkpoint"), **options).kept
+    least = kept.pop("reverse-checkpoint")
+    assert least <= min(kept.values())
+    if "depth" in options:
+        deeper = {**options, "depth": options["depth"] + 4}
+        more = summarise(name, also=("reverse-checkpoint",), **deeper).kept
+        assert more["reverse-checkpoint"] == least
 
 
 @pytest.mark.parametrize(("name", "options"), EACH_DEPTH)
@@ -59,7 +71,7 @@ def test_it_runs_through_a_pipeline(name, options):
         loss=(lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
         if is_text(name)
         else F.cross_entropy,
-        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.01),
+        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1),
         accumulate=2,
     )
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from oracle import gradients, weigh, worst_error
 import redivider as rd
 from models.families import IMAGES, MVIT, SWIN
 from models.test_architecture import layer_norm, linear, mlp, unsettled
-from redivider.models.mvit import PooledAttention
+from redivider.models.mvit import PooledAttention, on_map
 from redivider.models.swin import WindowAttention
 
 
@@ -39,7 +39,7 @@ def window_bias(table, side, window, shift):
 
 def window_attention(state, key, x, heads, window, shift):
     side = x.shape[1]
-    bias = window_bias(state[f"{key}.bias.table"], side, window, shift)
+    bias = window_bias(state[f"{key}.bias.table"].view(-1, heads), side, window, shift)
     q, k, v = linear(state, f"{key}.qkv", x.flatten(1, 2)).chunk(3, -1)
     return linear(state, f"{key}.out", attend(q, k, v, heads, bias)).view_as(x)
 
@@ -56,11 +56,12 @@ def merge(state, key, x):
     return x @ state[f"{key}.reduce.weight"].T
 
 
-@pytest.mark.parametrize(("window", "shifts"), [(4, 2), (2, 1), (8, 0), (5, 0)])
-def test_rev_swin(window, shifts):
+@pytest.mark.parametrize(("window", "shift"), [(4, 2), (2, 1), (8, 0), (5, 2)])
+def test_rev_swin(window, shift):
     size = 10 if window == 5 else 8
     options = {**SWIN, "depths": (3, 2), "window": window, "image_size": size}
     model = unsettled("rev_swin_tiny", **options)
+    assert [model[n].f.body.shift for n in (1, 3, 5)] == [0, shift, 0]
     state, x = model.state_dict(), torch.randn(3, 1, size, size).double()
     tokens = x.permute(0, 2, 3, 1) @ state["stem.patches.conv.weight"].flatten(1).T
     y = layer_norm(state, "stem.norm", tokens + state["stem.patches.conv.bias"], 1e-5)
@@ -103,12 +104,73 @@ def test_gradients_of_attention_in_windows(shift):
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_attention_dropout_in_windows_is_for_training_alone():
-    attention = WindowAttention(8, 2, side=8, window=4, shift=2, dropout=0.5)
-    x = torch.randn(3, 8, 8, 8)
-    assert not torch.equal(attention(x), attention(x))
-    attention.eval()
-    assert torch.equal(attention(x), attention(x))
+DROPS = {"dropout": 0.0, "attention_dropout": 0.0, "drop_path": 0.0}
+
+
+@pytest.mark.parametrize("name", ["swin_tiny", "rev_swin_tiny", "mvit_base", "rev_mvit_base"])
+def test_dropout_is_everywhere_it_should_be_and_only_in_training(name):
+    options = {**(SWIN if "swin" in name else MVIT), "depths": (2, 2)}
+    x = torch.randn(2, 1, 8, 8)
+
+    def changes(part, given):
+        part.train()
+        is_random = not torch.equal(part(given), part(given))
+        part.eval()
+        assert torch.equal(part(given), part(given))
+        return is_random
+
+    model = rd.create_model(name, **{**options, **DROPS})
+    assert not changes(model, x)
+    model = rd.create_model(name, **{**options, **DROPS, "attention_dropout": 0.5})
+    bodies = [part for part in model.modules() if isinstance(part, PooledAttention)]
+    bodies += [part for part in model.modules() if isinstance(part, WindowAttention)]
+    assert [part.dropout for part in bodies] == [0.5] * 4 and changes(model, x)
+    tokens = torch.randn(2, 8, 8, 8) if "swin" in name else torch.randn(2, 65, 8)
+    tokens = tokens if "swin" in name or not name.startswith("rev") else tokens[:, 1:]
+    assert changes(bodies[0], tokens)
+    model = rd.create_model(name, **{**options, **DROPS, "dropout": 0.5})
+    parts = [part for part in model.modules() if isinstance(part, torch.nn.Dropout)]
+    assert len(parts) == 1 + 4 + 2 * 4  # stem, attention, inside of the MLP and after it
+    assert all(part.p == 0.5 for part in parts)
+    for part in parts:
+        model.eval()
+        seen = []
+        hook = part.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        model(x)
+        hook.remove()
+        assert seen, part
+
+
+def test_a_shrinking_layer_drops_its_attention_for_whole_samples():
+    options = {**MVIT, **DROPS, "depths": (1, 1), "drop_path": 0.5}
+    shrink = rd.create_model("mvit_base", **options)[3]
+    x = torch.randn(64, 65, 8)
+    for part in shrink.body.parameters():
+        torch.nn.init.normal_(part)
+    y = shrink(x)
+    kept = on_map(shrink.pool, shrink.shortcut(shrink.norm(x)), 8, 1)
+    dropped = (y == kept).flatten(1).all(1)
+    assert 15 < int(dropped.sum()) < 49
+    twice = kept + 2 * shrink.body(shrink.norm(x))
+    assert torch.allclose(y[~dropped], twice[~dropped], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["swin_tiny", "mvit_base"])
+def test_autocast_does_not_narrow_the_stream(name):
+    small = {**(SWIN if "swin" in name else MVIT), "depths": (1, 1)}
+    unit = rd.create_model(name, **small)[3]
+    x = torch.randn(2, 8, 8, 8) if "swin" in name else torch.randn(2, 65, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert unit(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["swin_tiny", "rev_mvit_base"])
+def test_numbers_of_other_libraries_are_numbers(name):
+    numpy = pytest.importorskip("numpy")
+    given = {"width": numpy.uint8(8), "depths": [numpy.int64(1), 1], "patch_size": numpy.int8(1)}
+    options = {**(SWIN if "swin" in name else MVIT), **given, "image_size": numpy.int64(8)}
+    model = rd.create_model(name, **options)
+    assert model(torch.randn(2, 1, 8, 8)).shape == (2, 10)
 
 
 def pool(state, key, x, heads, side, stride, extra):
@@ -233,7 +295,11 @@ def test_pooled_attention_of_a_token_alone_is_not_pooled():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("swin_tiny", {"image_size": 200}, "image_size 200 is not divisible by 32: patches of 4"),
+        (
+            "swin_tiny",
+            {"image_size": 200},
+            "200 is not divisible by 32: patches of 4, halved 3 times; change",
+        ),
         ("rev_swin_tiny", {"window": 5}, "windows of 5 do not cover the 56 x 56 tokens of stage 1"),
         ("swin_tiny", {"heads": 5}, "width 96 cannot be shared out among 5 heads"),
         ("swin_tiny", {"depths": ()}, r"depths must be a tuple, 1 or more blocks for each stage"),

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from redivider.models.patches import Patches
+from redivider.models.vit import Options
 
 
 @pytest.fixture
 def patches():
-    return Patches(image_size=12, in_channels=3, width=10, size=4).double()
+    options = Options(image_size=12, patch_size=4, in_channels=3, width=10, depth=1, heads=2)
+    return Patches(options).double()
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

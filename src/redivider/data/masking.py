@@ -21,31 +21,34 @@ class Masking:
     """Which tokens are hidden: a pure function of the seed, the epoch and their place."""
 
     rate: float
-    """The part of a window that is asked for; one token at least."""
+    """The part of a window's tokens that is asked for; one token at least."""
     mask: int
     """The token that stands for a hidden one: the first number that no other token has."""
     seed: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise DataError(f"masked must be above 0 and at most 1, got {self.rate}")
+        is_number = isinstance(self.rate, int | float) and not isinstance(self.rate, bool)
+        if not is_number or not 0 < self.rate <= 1:
+            raise DataError(
+                "masked is the part of the tokens that is hidden, a number above 0 and at most 1, "
+                f"such as 0.15; got {self.rate!r}"
+            )
 
     def hide(
-        self, tokens: Tensor, places: Tensor, outside: Tensor, *, epoch: int
+        self, tokens: Tensor, places: Tensor, only: Tensor, *, epoch: int
     ) -> tuple[Tensor, Tensor]:
         """What the model sees of windows, and its targets.
 
         Args:
             tokens: Windows of shape (N, context).
             places: Where in the text each token is.
-            outside: Those that are not in the text, and not asked for.
+            only: Those that may be asked for, one at least in each window.
             epoch: Its number.
         """
         where = {"seed": self.seed, "epoch": epoch}
-        chances = draw(places, purpose="hidden", **where).masked_fill(outside, 2**63 - 1)
-        num = max(1, round(self.rate * tokens.shape[1]))
-        chosen = chances.topk(num, largest=False).indices
-        asked = torch.zeros_like(outside).scatter(1, chosen, True) & ~outside
+        chances = draw(places, purpose="hidden", **where).masked_fill(~only, 2**63 - 1)
+        ranks = chances.argsort(1).argsort(1)
+        asked = ranks < (self.rate * only.sum(1, keepdim=True)).round().clamp(min=1)
         fate = draw(places, purpose="fate of the hidden", **where) % 10
         others = draw(places, purpose="in place of the hidden", **where) % self.mask
         seen = torch.where(asked & (fate < 8), self.mask, tokens)

@@ -73,14 +73,17 @@ class Text:
             train: Windows in random order; each epoch begins the first one elsewhere, so that text
                 is not always cut at the same places. Otherwise every token is in one window, in
                 order; where the last window is not full, its targets are -100, which
-                cross-entropy leaves out.
+                cross-entropy leaves out. Hidden tokens are looked for from both sides, so there
+                the last window begins earlier instead, and asks for nothing a second time.
             context: Tokens in a window.
             masked: The part of its tokens that is hidden; others in every epoch, the same in every
                 evaluation.
-            seed: Of order and beginnings.
+            seed: Of order, beginnings and, in training, of what is hidden.
             device: Where the text is moved to, and batches are made.
         """
-        hiding = None if masked is None else Masking(masked, self.vocabulary.size, seed)
+        hiding = None
+        if masked is not None:  # all runs are asked the same in an evaluation
+            hiding = Masking(masked, self.vocabulary.size, seed if train else 0)
         return TextBatches(
             self, batch_size, context=context, hiding=hiding, train=train, seed=seed, device=device
         )
@@ -110,19 +113,22 @@ class TextBatches(Batches):
         # In training the first window begins at any of the first `context` tokens.
         num_windows = num // context - 1 if train else -(-(num - extra) // context)
         super().__init__(text.name, num_windows, batch_size, train=train, seed=seed, device=device)
-        self.context, self._hiding = context, hiding
-        self._offsets = torch.arange(context + extra, device=self.device)
+        self.context = context if hiding is None else min(context, num)
+        self._hiding = hiding
+        self._offsets = torch.arange(self.context + extra, device=self.device)
         self._tokens = text.tokens.to(self.device)
         self._epoch: tuple[int, Tensor] | None = None
 
     def _take(self, span: Span) -> Batch:
-        places = self._starts(span)[:, None] + self._offsets
-        outside = places >= len(self._tokens)
-        tokens = self._tokens[places.clamp(max=len(self._tokens) - 1)].long()
+        starts, num = self._starts(span)[:, None], len(self._tokens)
         if self._hiding is not None:
-            return self._hiding.hide(tokens, places, outside, epoch=span.epoch)
+            places = starts.clamp(max=num - self.context) + self._offsets
+            tokens = self._tokens[places].long()
+            return self._hiding.hide(tokens, places, places >= starts, epoch=span.epoch)
+        places = starts + self._offsets
+        tokens = self._tokens[places.clamp(max=num - 1)].long()
         # Not in place: of a single window, both are views of the same tokens.
-        x, y = tokens[:, :-1], tokens[:, 1:].masked_fill(outside[:, 1:], IGNORED)
+        x, y = tokens[:, :-1], tokens[:, 1:].masked_fill(places[:, 1:] >= num, IGNORED)
         return x.contiguous(), y
 
     def _visit(self, spans: Iterable[Span]) -> Iterator[Batch]:

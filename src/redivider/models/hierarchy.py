@@ -16,6 +16,8 @@ from redivider.models.options import (
 )
 from redivider.models.parts import Linear, named
 
+STD = 0.02  # of first weights
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -45,22 +47,19 @@ class Hierarchy(Images, Drops):
         Images.__post_init__(self)
         Drops.__post_init__(self)
         verify_positive(self, "width", "heads", "patch_size")
-        verify_depths(self.depths, "stage")
+        verify_depths(self, "stage")
         verify_heads(self.width, self.heads)
-        if self.image_size % self.shrinks:
+        smallest = self.patch_size << (len(self.depths) - 1)
+        if self.image_size % smallest:
             raise OptionError(
-                f"image_size {self.image_size} is not divisible by {self.shrinks}: patches of "
-                f"{self.patch_size}, halved {len(self.depths) - 1} times"
+                f"image_size {self.image_size} is not divisible by {smallest}: patches of "
+                f"{self.patch_size}, halved {len(self.depths) - 1} times; change image_size, "
+                "patch_size or depths"
             )
 
     @property
     def num_layers(self) -> int:
         return sum(self.depths)
-
-    @property
-    def shrinks(self) -> int:
-        """How many times smaller the map of the last stage is than the image."""
-        return self.patch_size << (len(self.depths) - 1)
 
     @property
     def width_out(self) -> int:
@@ -86,7 +85,7 @@ def fusion(width: int) -> nn.Sequential:
     """Two streams to one, by a perceptron that sees both, as in Rev-Swin's published code."""
     return named(
         both=Fuse("concat"),
-        mix=Linear(2 * width, 2 * width),
+        mix=Linear(2 * width, 2 * width, std=STD),
         activation=nn.GELU(),
-        shrink=Linear(2 * width, width),
+        shrink=Linear(2 * width, width, std=STD),
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from redivider.coupling import Coupling
 from redivider.junction import Duplicate
-from redivider.models.hierarchy import Hierarchy, Stage, fusion
+from redivider.models.hierarchy import STD, Hierarchy, Stage, fusion
 from redivider.models.options import verify_positive
 from redivider.models.parts import (
     ClassToken,
@@ -97,7 +97,7 @@ class Layer:
         width, drops = self.stage.width, self.options.drops_of(self.number)
         if not self.shrinks:
             yield f"layer{self.number}_attention", residual(Norm(width), self.attention(), **drops)
-        body = mlp(width, 4 * width, dropout=self.options.dropout)
+        body = mlp(width, 4 * width, dropout=self.options.dropout, std=(STD, STD))
         yield f"layer{self.number}_mlp", residual(Norm(width), body, **drops)
 
 
@@ -129,14 +129,14 @@ class PooledAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.dropout = heads, dropout
-        self.qkv = Linear(width, 3 * out)
+        self.qkv = Linear(width, 3 * out, std=STD)
         made_for = {"side": side, "num_extra": num_extra}
         self.pool_q = (
             MapPool(out // heads, query_stride, **made_for) if query_stride > 1 else nn.Identity()
         )
         self.pool_k = MapPool(out // heads, stride, **made_for)
         self.pool_v = MapPool(out // heads, stride, **made_for)
-        self.out = Linear(out, out)
+        self.out = Linear(out, out, std=STD)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -185,21 +185,21 @@ class Shrink(nn.Module):
         self.body = layer.attention()
         self.dropout = nn.Dropout(layer.options.dropout)
         self.drop_path = DropPath(layer.options.drops_of(layer.number)["drop_path"])
-        self.shortcut = Linear(layer.before, layer.stage.width)
+        self.shortcut = Linear(layer.before, layer.stage.width, std=STD)
         self.pool = nn.MaxPool2d(3, stride=2, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        kept = on_map(self.pool, self.shortcut(x), self.side, self.num_extra)
-        y: Tensor = kept + self.drop_path(self.dropout(self.body(x)))
-        return y
+        n = self.norm(x)
+        kept = on_map(self.pool, self.shortcut(n), self.side, self.num_extra)
+        y: Tensor = kept + self.drop_path(self.dropout(self.body(n)))
+        return y.to(x.dtype)  # autocast does not narrow a stream
 
 
 def mvit(options: Options) -> Units:
     """The units of an MViT: stem, two for each layer, head."""
     stem = named(
-        patches=_patches(options),
-        token=ClassToken(options.width),
+        patches=OverlappingPatches(options),
+        token=ClassToken(options.width, std=STD),
         positions=Positions(options.num_tokens + 1, options.width),
         dropout=nn.Dropout(options.dropout),
     )
@@ -211,7 +211,7 @@ def mvit(options: Options) -> Units:
     head = named(
         norm=Norm(options.width_out),
         pool=First(),
-        classes=Linear(options.width_out, options.num_classes, std=0.02),
+        classes=Linear(options.width_out, options.num_classes, std=STD),
     )
     return {**units, "head": head}
 
@@ -219,7 +219,7 @@ def mvit(options: Options) -> Units:
 def rev_mvit(options: Options) -> Units:
     """The units of a Rev-MViT: stem, two for each layer, head."""
     stem = named(
-        patches=_patches(options),
+        patches=OverlappingPatches(options),
         positions=Positions(options.num_tokens, options.width),
         dropout=nn.Dropout(options.dropout),
         streams=Duplicate(),
@@ -236,12 +236,6 @@ def rev_mvit(options: Options) -> Units:
             units |= {name: Coupling(f) for name, f in layer.functions()}
     width = 2 * options.width_out
     head = named(
-        pool=Pool(1), norm=Norm(width), classes=Linear(width, options.num_classes, std=0.02)
+        pool=Pool(1), norm=Norm(width), classes=Linear(width, options.num_classes, std=STD)
     )
     return {**units, "head": head}
-
-
-def _patches(options: Options) -> OverlappingPatches:
-    return OverlappingPatches(
-        options.image_size, options.in_channels, options.width, options.patch_size
-    )

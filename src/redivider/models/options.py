@@ -1,5 +1,6 @@
 """What a model is made for, and how errors say that it cannot be made so."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from operator import index
 
@@ -28,7 +29,7 @@ class Images:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drops:
+class Drops(ABC):
     """What a transformer drops in training.
 
     Drop-path rises over the layers, from 0 in the first to `drop_path` in the last.
@@ -45,9 +46,9 @@ class Drops:
                 raise OptionError(f"{name} must be a number in [0, 1), got {value!r}")
 
     @property
+    @abstractmethod
     def num_layers(self) -> int:
         """Layers of the whole network."""
-        raise NotImplementedError
 
     def drops_of(self, layer: int) -> dict[str, float]:
         """Dropout and drop-path of what one layer adds to its stream."""
@@ -91,19 +92,22 @@ def verify_heads(width: int, heads: int) -> None:
         )
 
 
-def verify_depths(depths: object, of: str) -> None:
-    """Refuse what is not a number of blocks, 1 or more, for each of several parts."""
+def verify_depths(options: object, of: str) -> None:
+    """Refuse `depths` that are not 1 or more blocks for each of several parts."""
+    depths = options.depths  # type: ignore[attr-defined]
     is_list = isinstance(depths, tuple | list) and len(depths) > 0
-    if not is_list or not all(map(is_count, depths)):  # type: ignore[call-overload]
+    if not is_list or not all(map(is_count, depths)):
         raise OptionError(f"depths must be a tuple, 1 or more blocks for each {of}, got {depths!r}")
+    object.__setattr__(options, "depths", tuple(map(index, depths)))
 
 
 def verify_positive(options: object, *names: str) -> None:
-    """Refuse sizes below 1."""
+    """Refuse sizes below 1; those of other libraries become Python's, which do not overflow."""
     for name in names:
         value = getattr(options, name)
         if not is_count(value):
             raise OptionError(f"{name} must be a whole number, 1 or more, got {value!r}")
+        object.__setattr__(options, name, index(value))
 
 
 def verify_flag(options: object, *names: str) -> None:

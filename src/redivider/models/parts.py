@@ -76,14 +76,15 @@ class Positions(nn.Module):
 class ClassToken(nn.Module):
     """Puts a learned token before the others."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, std: float = 1e-6) -> None:
         super().__init__()
+        self.std = std
         self.weight = nn.Parameter(torch.empty(width))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Nearly nothing."""
-        nn.init.normal_(self.weight, std=1e-6)
+        """Small, normal."""
+        nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat((self.weight.expand(len(x), 1, -1).to(x), x), dim=1)

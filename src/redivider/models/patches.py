@@ -1,19 +1,33 @@
 """Patches: images cut into squares, each mapped to a token."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Patched(Protocol):
+    """What is made of patches."""
+
+    @property
+    def image_size(self) -> int: ...
+    @property
+    def in_channels(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def patch_size(self) -> int: ...
+
+
 class Patches(nn.Module):
     """Cuts an image into patches, and maps each to a token; `conv` only holds the weights."""
 
-    def __init__(self, image_size: int, in_channels: int, width: int, size: int) -> None:
+    def __init__(self, options: Patched) -> None:
         super().__init__()
-        self.image_size = image_size
-        self.conv = nn.Conv2d(in_channels, width, size, stride=size)
+        size = options.patch_size
+        self.image_size = options.image_size
+        self.conv = nn.Conv2d(options.in_channels, options.width, size, stride=size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -29,10 +43,13 @@ class Patches(nn.Module):
 class OverlappingPatches(nn.Module):
     """Maps squares of almost twice the size of a patch to its token, as MViT does."""
 
-    def __init__(self, image_size: int, in_channels: int, width: int, size: int) -> None:
+    def __init__(self, options: Patched) -> None:
         super().__init__()
-        self.image_size = image_size
-        self.conv = nn.Conv2d(in_channels, width, 2 * size - 1, stride=size, padding=size - 1)
+        size = options.patch_size
+        self.image_size = options.image_size
+        self.conv = nn.Conv2d(
+            options.in_channels, options.width, 2 * size - 1, stride=size, padding=size - 1
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

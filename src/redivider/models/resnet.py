@@ -35,7 +35,7 @@ class Options(Images):
         super().__post_init__()
         verify_positive(self, "width")
         verify_flag(self, "bottleneck")
-        verify_depths(self.depths, "group")
+        verify_depths(self, "group")
 
     @property
     def is_small(self) -> bool:

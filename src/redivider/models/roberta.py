@@ -2,8 +2,8 @@
 
 Liu et al. 2019 (norms after each sum; a token type that is always the same is left out, as it only
 adds to the positions), and couplings with the norm inside of the residual functions, as in
-Rev-GPT: the stem goes into both streams, which are averaged before the head. All sequences are
-full: there is no mask for padding.
+Rev-GPT: the stem goes into both streams, which are averaged before the head. All sequences of a
+batch are as long: there is no mask for padding.
 """
 
 from dataclasses import dataclass

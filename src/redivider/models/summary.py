@@ -35,8 +35,8 @@ def summarise(
     Args:
         name: Of the model.
         batch: How many samples.
-        also: Ways of a backward to count the memory of, beside "store"; "reverse" only if there are
-            couplings.
+        also: Ways of a backward to count the memory of, beside "store"; to reverse only where there
+            are couplings.
         **options: Of the model.
     """
     model = create_model(name, device="meta", **options)
@@ -46,7 +46,7 @@ def summarise(
     reversible = any(isinstance(each, Coupling) for each in model)
     with Fused():
         for model.backward in ("store", *also):
-            if model.backward == "reverse" and not reversible:
+            if model.backward.startswith("reverse") and not reversible:
                 continue
             with _Counter() as counter:
                 y = model(x)
@@ -106,8 +106,8 @@ def print_models(patterns: Sequence[str]) -> None:
         raise OptionError(
             f"no model matches {' or '.join(unmatched)}; there are {', '.join(list_models())}"
         )
-    print(f"{'':16}{'':>15}{'':>10}   activations of a sample, MiB")
-    print(f"{'model':16}{'parameters':>15}{'GFLOPs':>10}{'stored':>12}{'reversed':>12}")
+    print(f"{'':18}{'':>15}{'':>10}   activations of a sample, MiB")
+    print(f"{'model':18}{'parameters':>15}{'GFLOPs':>10}{'stored':>12}{'reversed':>12}")
     for name in dict.fromkeys(names):
         row = summarise(name)
         stored, rebuilt = (
@@ -115,7 +115,7 @@ def print_models(patterns: Sequence[str]) -> None:
             for way in ("store", "reverse")
         )
         print(
-            f"{name:16}{row.parameters:>15,}{row.flops / 1e9:>10.1f}{stored:>12}{rebuilt:>12}",
+            f"{name:18}{row.parameters:>15,}{row.flops / 1e9:>10.1f}{stored:>12}{rebuilt:>12}",
             flush=True,
         )
     print(

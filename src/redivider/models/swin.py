@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from redivider.coupling import Coupling
 from redivider.junction import Duplicate, Fuse
-from redivider.models.hierarchy import Hierarchy, Stage, fusion
+from redivider.models.hierarchy import STD, Hierarchy, Stage, fusion
 from redivider.models.options import OptionError, verify_positive
 from redivider.models.parts import Linear, Mean, Residual, Units, mlp, named, residual
 from redivider.models.patches import Patches
@@ -64,7 +64,7 @@ class Options(Hierarchy):
             )
             norm = nn.LayerNorm(stage.width)
             yield f"layer{layer}_attention", residual(norm, attention, **drops)
-            body = mlp(stage.width, 4 * stage.width, dropout=self.dropout)
+            body = mlp(stage.width, 4 * stage.width, dropout=self.dropout, std=(STD, STD))
             yield f"layer{layer}_mlp", residual(nn.LayerNorm(stage.width), body, **drops)
 
 
@@ -86,10 +86,10 @@ class WindowAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.window, self.shift, self.dropout = heads, window, shift, dropout
-        self.qkv = Linear(width, 3 * width)
+        self.qkv = Linear(width, 3 * width, std=STD)
         self.bias = OffsetBias(window, heads)
         self.edges = Edges(side, window, shift) if shift else None
-        self.out = Linear(width, width)
+        self.out = Linear(width, width, std=STD)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shift:
@@ -120,20 +120,23 @@ class WindowAttention(nn.Module):
 
 
 class OffsetBias(nn.Module):
-    """What attention adds for the offset of two tokens in a window: (heads, tokens, tokens)."""
+    """What attention adds for the offset of two tokens in a window: (heads, tokens, tokens).
+
+    The table has one dimension, as all biases have: weight decay tells them by it.
+    """
 
     index: Tensor
 
     def __init__(self, window: int, heads: int) -> None:
         super().__init__()
-        self.window = window
-        self.table = nn.Parameter(torch.empty((2 * window - 1) ** 2, heads))
+        self.window, self.heads = window, heads
+        self.table = nn.Parameter(torch.empty((2 * window - 1) ** 2 * heads))
         self.register_buffer("index", torch.empty(window**4, dtype=torch.int64), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Small, normal; and where each pair of tokens finds its offset."""
-        nn.init.trunc_normal_(self.table, std=0.02)
+        nn.init.trunc_normal_(self.table, std=STD)
         places = torch.arange(self.window, device=self.index.device)
         rows, columns = places.repeat_interleave(self.window), places.repeat(self.window)
         down, right = (x[:, None] - x + self.window - 1 for x in (rows, columns))
@@ -141,7 +144,8 @@ class OffsetBias(nn.Module):
 
     def forward(self) -> Tensor:
         num = self.window**2
-        return F.embedding(self.index, self.table).view(num, num, -1).permute(2, 0, 1)
+        found = F.embedding(self.index, self.table.view(-1, self.heads))
+        return found.view(num, num, -1).permute(2, 0, 1)
 
 
 class Edges(nn.Module):
@@ -198,13 +202,13 @@ class Merge(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(4 * width)
-        self.reduce = Linear(4 * width, 2 * width, bias=False)
+        self.reduce = Linear(4 * width, 2 * width, std=STD, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, side, _, width = x.shape
         four = x.reshape(batch, side // 2, 2, side // 2, 2, width).permute(0, 1, 3, 4, 2, 5)
         y: Tensor = self.reduce(self.norm(four.flatten(3)))
-        return y
+        return y.to(x.dtype)  # autocast does not narrow a stream
 
 
 def swin(options: Options) -> Units:
@@ -234,7 +238,7 @@ def rev_swin(options: Options) -> Units:
 def _stem(options: Options) -> nn.Sequential:
     side = options.image_size // options.patch_size
     return named(
-        patches=Patches(options.image_size, options.in_channels, options.width, options.patch_size),
+        patches=Patches(options),
         norm=nn.LayerNorm(options.width),
         map=nn.Unflatten(1, (side, side)),
         dropout=nn.Dropout(options.dropout),
@@ -245,5 +249,5 @@ def _head(width: int, num_classes: int) -> dict[str, nn.Module]:
     return {
         "norm": nn.LayerNorm(width),
         "pool": Mean(1, 2),
-        "classes": Linear(width, num_classes, std=0.02),
+        "classes": Linear(width, num_classes, std=STD),
     }

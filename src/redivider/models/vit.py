@@ -59,10 +59,6 @@ class Options(Images, Layers):
         """Patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
-    def patches(self) -> Patches:
-        """What cuts an image into tokens."""
-        return Patches(self.image_size, self.in_channels, self.width, self.patch_size)
-
     def functions(self) -> Iterator[tuple[str, nn.Module]]:
         """The residual functions in order, with the names of their units."""
         return transformer_layers(self, Norm, mlp_dropout=self.dropout)
@@ -71,7 +67,7 @@ class Options(Images, Layers):
 def vit(options: Options) -> Units:
     """The units of a ViT: stem, two for each layer, head."""
     stem = named(
-        patches=options.patches(),
+        patches=Patches(options),
         token=ClassToken(options.width),
         positions=Positions(options.num_patches + 1, options.width),
         dropout=nn.Dropout(options.dropout),
@@ -88,7 +84,7 @@ def vit(options: Options) -> Units:
 def rev_vit(options: Options) -> Units:
     """The units of a Rev-ViT: stem, two for each layer, head."""
     stem = named(
-        patches=options.patches(),
+        patches=Patches(options),
         positions=Positions(options.num_patches, options.width),
         dropout=nn.Dropout(options.dropout),
         streams=Duplicate(),
