@@ -32,12 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         given, rest = _make_parser().parse_known_args(words)
-        if rest and given.run not in (train, compare):
+        if rest and given.run not in (train, compare, reproduce):
             raise Usage(
                 f"unknown argument {rest[0]!r}; `redivider {given.command} --help` shows how"
             )
-        if rest and given.recipe and words.index(rest[0]) < words.index(given.recipe):
-            raise Usage(f"the recipe comes first: `redivider {given.command} NAME --field value`")
+        name = getattr(given, "recipe", None) or getattr(given, "claim", None)
+        if rest and name and words.index(rest[0]) < words.index(name):
+            raise Usage(f"the name comes first: `redivider {given.command} NAME --field value`")
         status: int = given.run(given, rest)
         sys.stdout.flush()
         return status
@@ -90,6 +91,20 @@ def _make_parser() -> argparse.ArgumentParser:
         "--out", type=Path, help="the page; report.html in the first run unless given"
     )
     each.set_defaults(run=report)
+    text = "do again what shows whether a claim of the papers holds"
+    each = commands.add_parser(
+        "reproduce",
+        help=text,
+        parents=[shared],
+        description=f"{text[0].upper()}{text[1:]}. Without a name it lists them. What is in the "
+        "folder is not done again, so the same command goes on with what was stopped. Fields of "
+        "recipes may follow, as `redivider train` has them.",
+    )
+    each.add_argument("claim", nargs="?", help="its name")
+    each.add_argument("--only", nargs="+", default=[], metavar="RUN", help="some of its runs")
+    each.add_argument("--seeds", type=int, default=1, help="train with so many, from 0 on")
+    each.add_argument("--out", type=Path, help="folder of its runs; runs/reproduce/NAME if not set")
+    each.set_defaults(run=reproduce)
     return parser
 
 
@@ -167,6 +182,34 @@ def report(given: argparse.Namespace, rest: Sequence[str]) -> int:
     out = given.out or given.runs[0] / "report.html"
     write_report(runs, out)
     print(out)
+    return 0
+
+
+def reproduce(given: argparse.Namespace, rest: Sequence[str]) -> int:
+    """List the claims, or do again what shows one, and print a table."""
+    from redivider.reproduce.claims import CLAIMS, get_claim
+
+    if given.claim is None:
+        if rest or given.only or given.out:
+            raise Usage("which claim? `redivider reproduce` lists them")
+        for each in CLAIMS:
+            how = f"{len(each.runs)} trainings" if each.runs else "measured"
+            print(f"{each.name:12}{how:14}{each.says}")
+        return 0
+    claim = get_claim(given.claim)
+    if given.seeds < 1:
+        raise Usage(f"--seeds must be 1 or more, got {given.seeds}")
+    folder = given.out or RUNS / "reproduce" / claim.name
+    from redivider.reproduce.command import reproduce as run
+    from redivider.reproduce.trainings import RESULTS
+    from redivider.train.loop import Stopped
+
+    try:
+        print(run(claim, folder, only=given.only, seeds=given.seeds, fields=rest))
+    except Stopped as stopped:
+        print(f"redivider: {stopped}; go on with the same command", file=sys.stderr)
+        return 130
+    print(f"\n{shlex.quote(str(folder / RESULTS))}")
     return 0
 
 

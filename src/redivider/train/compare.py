@@ -1,9 +1,10 @@
 """Methods beside each other: the same recipe by each of them, in one table."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from redivider.models.catalogue import resolve
 from redivider.train.build import build, resolved
 from redivider.train.crew import said_once
 from redivider.train.engine import PipelineEngine
@@ -106,7 +107,7 @@ def measure_depths(recipe: Recipe) -> dict[int, int]:
 
 def _deepened(recipe: Recipe, depth: int) -> Recipe:
     """The same model with so many couplings or layers."""
-    if "net" in recipe.model:
+    if "depths" in {each.name for each in fields(resolve(recipe.model)[0].options)}:
         return replace(recipe, depths=(depth,))
     return replace(recipe, model_options={**recipe.model_options, "depth": depth})
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from redivider.train.errors import TrainError, hint
 
-Backprop = Literal["store", "checkpoint", "reverse", "overlap", "auto"]
+Backprop = Literal["store", "checkpoint", "reverse", "reverse-checkpoint", "overlap", "auto"]
 Decoupled = Literal[
     "petra", "dsp", "delayed", "delayed-graph", "exact-inverse", "approximate-input"
 ]
@@ -32,7 +32,7 @@ class Recipe:
     model_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Of its family, beside those that the data set: depth 12 patch_size 4."""
     depths: tuple[int, ...] = ()
-    """Blocks of each group of a ResNet or RevNet, unless those of its size."""
+    """Blocks of each group or stage (ResNet, RevNet, Swin, MViT), unless those of its size."""
     data: str
     """digits, cifar10, cifar100, imagenet32, imagenet or text."""
     data_folder: str | None = None
@@ -42,7 +42,7 @@ class Recipe:
     tokens: int | Literal["bytes"] = "bytes"
     """Bytes, or the size of a vocabulary of byte pairs."""
     method: Method = "reverse"
-    """How gradients are found: the first five by backprop, the others by a pipeline."""
+    """How gradients are found: the first six by backprop, the others by a pipeline."""
     stages: int | tuple[int, ...] | Literal["auto"] = "auto"
     """Of a pipeline: how many, or their sizes; auto is one for each unit, or for each process."""
     replicas: int = 1

@@ -11,6 +11,7 @@ from redivider.chain import Chain
 from redivider.data import Batches, Source, Text, load
 from redivider.models.catalogue import create_model, resolve
 from redivider.models.cross_entropy import ChunkedCrossEntropy
+from redivider.models.language import Language
 from redivider.train.recipe import Recipe
 from redivider.train.torchrun import num_processes
 
@@ -144,4 +145,5 @@ def _batches(recipe: Recipe, source: Source, train: bool, device: torch.device) 
 
 
 def _is_masked(recipe: Recipe) -> bool:
-    return getattr(resolve(recipe.model)[0].options, "masked", False)
+    options = resolve(recipe.model)[0].options
+    return issubclass(options, Language) and options.masked

@@ -1,0 +1,174 @@
+"""What the papers claim, and the trainings or measurements that show whether it is so.
+
+Rivaud et al. 2024 (PETRA) and Zhu and Mangalam 2023 (PaReprop). Nothing here imports torch, so that
+claims are listed at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from redivider.train.errors import TrainError, hint
+from redivider.train.recipe import Method, Recipe
+from redivider.train.recipes import get_recipe
+from redivider.train.recipes.petra import table2
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is claimed or asked, and how it is answered.
+
+    Either `runs` are trained, or a `measurement` is made, by a module of this package.
+    """
+
+    name: str
+    says: str
+    runs: tuple[Recipe, ...] = ()
+    measurement: str = ""
+
+
+def short(method: Method, microbatch: int = 64, accumulate: int = 2, **changes: Any) -> Recipe:
+    """RevNet-18 on CIFAR-10 for 20 epochs instead of 300: rates fall after half and three quarters.
+
+    The name of the run tells what is not as in PETRA's recipe.
+    """
+    base = table2("revnet18", "cifar10", "petra")
+    named = {"lookahead": "ahead", "latency": "latency", "epochs": "epochs"}
+    told = [f"{named[key]}-{value}" for key, value in changes.items() if key in named]
+    return replace(
+        base,
+        **{
+            "name": "-".join([method, f"{microbatch}x{accumulate}", *told]),
+            "method": method,
+            "microbatch": microbatch,
+            "accumulate": accumulate,
+            "lr": 0.1 * microbatch * accumulate / 256,
+            "epochs": 20.0,
+            "milestones": (10.0, 15.0),
+            "precision": "bf16",
+            **changes,
+        },
+    )
+
+
+def fast(recipe: str, name: str, **changes: Any) -> Recipe:
+    """A recipe of the project as it runs fastest on a GPU."""
+    return replace(
+        get_recipe(recipe), **{"name": name, "precision": "bf16", "compile": True, **changes}
+    )
+
+
+def _full() -> Iterator[Claim]:
+    for size, epochs, published in (
+        ("18", 300.0, ""),
+        ("34", 60.0, ", shortened"),
+        ("50", 60.0, ", shortened"),
+    ):
+        changes: dict[str, Any] = {"epochs": epochs}
+        if epochs < 300:
+            changes["milestones"] = (epochs / 2, epochs * 3 / 4)
+        yield Claim(
+            f"revnet{size}",
+            f"RevNet-{size} on CIFAR-10 by PETRA is as accurate as by backprop{published}",
+            tuple(
+                fast(f"revnet{size}-cifar10-{how}", how, **changes) for how in ("backprop", "petra")
+            ),
+        )
+
+
+def _transformers() -> Iterator[Claim]:
+    methods: tuple[Method, ...] = ("store", "overlap", "petra")
+    yield Claim(
+        "vit",
+        "a Rev-ViT learns the same by overlap as by store, in less memory; and by PETRA",
+        tuple(
+            fast("rev_vit_small-cifar10", each, method=each, epochs=20.0, compile=False)
+            for each in methods
+        ),
+    )
+    yield Claim(
+        "gpt",
+        "so does a Rev-GPT on text",
+        tuple(
+            fast("rev_gpt_small-text", each, method=each, epochs=1.0, compile=False)
+            for each in methods
+        ),
+    )
+
+
+CLAIMS = (
+    *_full(),
+    Claim(
+        "methods",
+        "what delayed gradients, stored graphs and inexact inputs cost, each for itself",
+        tuple(
+            short(each)
+            for each in (
+                "store",
+                "reverse",
+                "petra",
+                "dsp",
+                "delayed",
+                "exact-inverse",
+                "approximate-input",
+            )
+        ),
+    ),
+    Claim(
+        "microbatch",
+        "fewer samples in flight, at 128 an update, cost less accuracy",
+        tuple(
+            short(method, size, 128 // size)
+            for size in (4, 8, 16, 32, 64)
+            for method in ("petra", "store")
+        ),
+    ),
+    Claim(
+        "accumulate",
+        "PETRA's accuracy by the number of micro-batches in an update",
+        tuple(short("petra", 64, k) for k in (1, 2, 4, 8, 16, 32)),
+    ),
+    Claim(
+        "lookahead",
+        "forwards by predicted weights win back some of it",
+        tuple(
+            short("petra", size, 128 // size, lookahead=ahead)
+            for size in (64, 16)
+            for ahead in (None, "momentum")
+        ),
+    ),
+    Claim(
+        "latency",
+        "what slow links cost in accuracy",
+        tuple(short("petra", latency=ticks) for ticks in (1, 2, 4)),
+    ),
+    Claim(
+        "quality",
+        "gradients of PETRA point where those of backprop do, stage by stage",
+        tuple(
+            short("petra", 64, k, epochs=5.0, milestones=(2.5, 3.75), warmup=1.0, probe_every=391)
+            for k in (1, 4, 16)
+        ),
+    ),
+    *_transformers(),
+    Claim(
+        "overlap",
+        "PaReprop: recomputation beside the backward is up to 20 % faster than before it",
+        measurement="sweep",
+    ),
+    Claim(
+        "limits",
+        "the largest batch and the largest depth that fit on a card",
+        measurement="limits",
+    ),
+)
+
+
+def get_claim(name: str) -> Claim:
+    """A claim by its name."""
+    for each in CLAIMS:
+        if each.name == name:
+            return each
+    names = [each.name for each in CLAIMS]
+    otherwise = "`redivider reproduce` lists all"
+    raise TrainError(f"there is no claim {name!r}; {hint(name, names, otherwise)}")

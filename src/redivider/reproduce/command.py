@@ -1,0 +1,61 @@
+"""`redivider reproduce`: a claim's trainings or measurements, again, and their table."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from redivider.reproduce.claims import Claim
+from redivider.train.errors import TrainError, hint
+from redivider.train.fields import override
+from redivider.train.recipe import Recipe
+
+
+def reproduce(
+    claim: Claim, folder: Path, *, only: Sequence[str], seeds: int, fields: Sequence[str]
+) -> str:
+    """Do it in `folder`, which may have some of it already; returns a table.
+
+    Args:
+        claim: Which.
+        folder: Where runs go, and `results.jsonl`.
+        only: Names of some runs, or of some models of a measurement; all unless given.
+        seeds: Of trainings: so many, from 0 on.
+        fields: Of recipes, as `redivider train` takes them, for all runs.
+    """
+    from redivider.reproduce.trainings import table, train_all, write_rows
+
+    if claim.runs:
+        return table(train_all(choose(claim, only, seeds, fields), folder))
+    if fields or seeds != 1:
+        raise TrainError(f"{claim.name} is measured, not trained: it has no seeds and no fields")
+    from redivider.train.machine import resolve_device
+
+    module = import_module(f"redivider.reproduce.{claim.measurement}")
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for row in module.measure(resolve_device("auto"), tuple(only)):
+        rows.append(row)
+        print(row, flush=True)
+        write_rows(rows, folder)
+    return table(rows)
+
+
+def choose(claim: Claim, only: Sequence[str], seeds: int, fields: Sequence[str]) -> list[Recipe]:
+    """The runs that are wanted, for each seed; the first one's names have no number."""
+    names = [each.name for each in claim.runs]
+    for each in only:
+        if each not in names:
+            otherwise = f"it has {', '.join(names)}"
+            raise TrainError(f"{claim.name} has no run {each!r}; {hint(each, names, otherwise)}")
+    found = []
+    for seed in range(seeds):
+        for recipe in claim.runs:
+            if only and recipe.name not in only:
+                continue
+            made = override(recipe, fields) if fields else recipe
+            number = made.seed + seed
+            name = f"{recipe.name}-seed{number}" if number else recipe.name
+            found.append(replace(made, seed=number, name=name))
+    return found

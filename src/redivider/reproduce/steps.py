@@ -1,0 +1,80 @@
+"""A training step of any model of the catalogue, to be timed or to see whether it fits."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redivider.chain import Chain
+from redivider.models.catalogue import create_model, resolve
+from redivider.models.cross_entropy import ChunkedCrossEntropy
+from redivider.models.language import Language
+
+
+class Step:
+    """Forward and backward of noise, under autocast to bf16, without an optimizer.
+
+    Args:
+        model: Its name.
+        batch: Samples.
+        device: Where.
+        dtype: Of the weights.
+        **options: Of the model.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        batch: int,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        **options: Any,
+    ) -> None:
+        made_for = resolve(model, **options)[1]
+        self.device = device
+        self.chain = _make(model, device, dtype, options)
+        self.x = made_for.example(batch).to(device)
+        self.loss: Callable[[Tensor], Tensor] = self._classify
+        self._body = self.chain
+        if isinstance(made_for, Language):
+            chunked = ChunkedCrossEntropy(self.chain[-1], chunk=2048)
+            self.loss, self._body = (lambda y: chunked(y, self.x)), self.chain[:-1]
+        else:
+            self._labels = torch.randint(made_for.num_classes, (batch,), device=device)
+        for each in (self.chain, self._body):
+            each.check_every = 0
+
+    def run(self, backward: str) -> Tensor:
+        """Do it once, in one way; the gradients are new."""
+        self._body.backward = backward
+        for each in self.chain.parameters():
+            each.grad = None
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self.loss(self._body(self.x))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def _classify(self, scores: Tensor) -> Tensor:
+        return F.cross_entropy(scores.float(), self._labels)
+
+
+def _make(name: str, device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> Chain:
+    """With weights drawn on the device: on the CPU a giant takes a minute, and any will do here."""
+    chain = create_model(name, device="meta", dtype=dtype, **options)
+    chain.to_empty(device=device)
+    for module in reversed(list(chain.modules())):
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+    return chain
+
+
+def let_go() -> None:
+    """Give memory back that nothing refers to."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,87 @@
+"""Overlap against reverse, from one sample to as many as fit: where it wins, and by how much.
+
+On a GPU steps are captured, so that the host does not matter; both ways take turns.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redivider.captured import capture
+from redivider.reproduce.steps import Step, let_go
+
+MODELS = (
+    *(f"rev_vit_{size}" for size in ("small", "base", "large", "huge", "giant")),
+    *(f"rev_swin_{size}" for size in ("tiny", "small", "base", "large", "huge", "giant")),
+    "rev_mvit_base",
+    *(f"rev_roberta_{size}" for size in ("base", "large")),
+)
+BATCHES = (1, 4, 16, 64, 256)
+WAYS = ("reverse", "overlap")
+ROUNDS = 7
+
+
+def measure(device: torch.device, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+    """A row for each model and batch, up to the first batch that does not fit."""
+    for model in only or MODELS:
+        for batch in BATCHES:
+            row: dict[str, Any] = {"run": f"{model}/{batch}", "model": model, "batch": batch}
+            try:
+                row |= _time(model, batch, device)
+            except torch.OutOfMemoryError:
+                row["failed"] = "it does not fit"
+            let_go()
+            yield row
+            if "failed" in row:
+                break
+
+
+def _time(model: str, batch: int, device: torch.device, **options: Any) -> dict[str, Any]:
+    step = Step(model, batch, device, **options)
+    reserved, steps = {}, {}
+    for way in WAYS:
+        let_go()
+        before = _reserved(device)
+        steps[way] = _ready(step, way)
+        let_go()
+        reserved[way] = _reserved(device) - before
+    took: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(ROUNDS):
+        for way in WAYS:
+            took[way].append(_milliseconds(steps[way], device))
+    ms = {way: median(each) for way, each in took.items()}
+    return {
+        **{f"ms, {way}": round(ms[way], 4) for way in WAYS},
+        "faster": round(ms["reverse"] / ms["overlap"], 4),
+        **{f"MiB, {way}": reserved[way] >> 20 for way in WAYS},
+    }
+
+
+def _ready(step: Step, way: str) -> Callable[[], Tensor]:
+    """The step in one way, captured where that can be."""
+    if step.device.type != "cuda":
+        step.run(way)
+        return lambda: step.run(way)
+    nothing = torch.zeros((), device=step.device)
+    captured = capture(lambda _: step.run(way), nothing)
+    return lambda: captured(nothing)
+
+
+def _milliseconds(step: Callable[[], Tensor], device: torch.device, num: int = 3) -> float:
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(num):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1000 * (time.perf_counter() - start) / num
+
+
+def _reserved(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

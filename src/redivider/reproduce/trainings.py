@@ -1,0 +1,123 @@
+"""Trainings of a claim: each in a folder of its own, those that have ended not again."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from redivider.train.build import resolved
+from redivider.train.errors import TrainError
+from redivider.train.folder import write_whole
+from redivider.train.loop import train
+from redivider.train.recipe import Recipe, read_recipe
+from redivider.train.runs import RECIPE, numbers, read_run
+
+RESULTS = "results.jsonl"
+WANTED = 0.9  # an accuracy, for a race to it
+# What makes runs of one claim differ, and is told of each.
+FIELDS = ("method", "microbatch", "accumulate", "latency", "lookahead", "epochs", "seed")
+
+
+def train_all(recipes: Sequence[Recipe], folder: Path) -> list[dict[str, Any]]:
+    """Train by each recipe in `folder`, under its name; returns a row for each.
+
+    A run that has stopped goes on, and one that has ended is only read. After each of them
+    `results.jsonl` there has the rows so far. Where a loss is not a number, the row says so, and
+    the other recipes follow.
+
+    Raises:
+        Stopped: If somebody has asked for it; the run is saved.
+    """
+    rows: list[dict[str, Any]] = []
+    for recipe in map(resolved, recipes):
+        where = folder / recipe.name
+        _verify_same(recipe, where)
+        try:
+            train(recipe, where, resume=(where / RECIPE).exists())
+            rows.append(read_row(where))
+        except TrainError as error:
+            if not isinstance(error.__cause__, FloatingPointError):
+                raise
+            rows.append({**_told(asdict(recipe)), "failed": str(error)})
+        write_rows(rows, folder)
+    return rows
+
+
+def read_row(folder: Path) -> dict[str, Any]:
+    """What a run that has ended comes to."""
+    run = read_run(folder)
+    metric, start, end = run.metric, run.start[-1], run.end[-1]
+    scores = numbers(run.evaluate, metric)
+    epochs, seconds = numbers(run.evaluate, "epoch"), numbers(run.evaluate, "seconds")
+    finite = [each for each in scores if isfinite(each)]
+    curve = [
+        [round(e, 3), round(s, 2), round(score, 5)]
+        for e, s, score in zip(epochs, seconds, scores, strict=True)
+        if isfinite(score)
+    ]
+    row: dict[str, Any] = {
+        **_told(run.recipe),
+        "metric": metric,
+        "last": round(end[metric], 5),
+        "best": round(max(finite) if metric == "accuracy" else min(finite), 5),
+        "seconds": round(end["seconds"], 2),
+        "MiB": round(sum(run.held("activations")) / 2**20, 2),
+        "device": start["device"],
+        "torch": start["torch"],
+        "curve": curve,
+    }
+    if metric == "accuracy":
+        row["seconds to 90 %"] = next((s for _, s, score in curve if score >= WANTED), None)
+    if run.quality:
+        row["quality"] = _by_stage(run.quality)
+    return row
+
+
+def write_rows(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Put them into `results.jsonl`, an object a line."""
+    write_whole(folder / RESULTS, "".join(json.dumps(each) + "\n" for each in rows))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as markdown; what is long is for the file alone."""
+    long = ("curve", "quality", "device", "torch", "metric")
+    shown = [{k: v for k, v in row.items() if k not in long} for row in rows]
+    heads = list(dict.fromkeys(key for row in shown for key in row))
+    heads = [
+        each
+        for each in heads
+        if len({str(row.get(each)) for row in shown}) > 1 or each in ("last", "best")
+    ]
+    lines = [heads, ["---"] * len(heads)]
+    lines += [[_text(row.get(each)) for each in heads] for row in shown]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _verify_same(recipe: Recipe, where: Path) -> None:
+    """Refuse to go on with a run of another recipe."""
+    if not (where / RECIPE).exists():
+        return
+    ours, theirs = asdict(recipe), asdict(read_recipe(where / RECIPE))
+    others = [name for name in ours if ours[name] != theirs[name]]
+    if others:
+        raise TrainError(
+            f"{where} holds a run with another {', '.join(others)}; take another folder by --out"
+        )
+
+
+def _told(recipe: dict[str, Any]) -> dict[str, Any]:
+    return {"run": recipe["name"], **{each: recipe[each] for each in FIELDS}}
+
+
+def _by_stage(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Samples of gradient quality, without what is the same in all of them."""
+    wanted = ("microbatch", "stage", "cosine", "ratio", "cosine_to_delayed", "rebuilt_error")
+    return [{key: row[key] for key in wanted} for row in rows]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

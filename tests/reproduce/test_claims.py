@@ -1,0 +1,72 @@
+"""Claims: what they train is what they say, and listing them needs nothing."""
+
+import subprocess
+import sys
+
+import pytest
+
+from redivider.reproduce.claims import CLAIMS, get_claim, short
+from redivider.reproduce.command import choose
+from redivider.train.errors import TrainError
+
+
+def test_names_are_those_of_folders_and_of_one_claim_each():
+    names = [each.name for each in CLAIMS]
+    assert len(set(names)) == len(names)
+    for claim in CLAIMS:
+        assert claim.says and bool(claim.runs) != bool(claim.measurement)
+        runs = [each.name for each in claim.runs]
+        assert len(set(runs)) == len(runs)
+
+
+def test_all_recipes_of_a_claim_see_as_many_samples_an_update_unless_it_asks():
+    for name in ("methods", "microbatch", "lookahead", "latency"):
+        for each in get_claim(name).runs:
+            assert each.microbatch * each.accumulate == 128, each.name
+            assert each.lr == pytest.approx(0.05) and each.epochs == 20
+            assert each.milestones == (10, 15) and each.warmup == 5
+    assert [each.accumulate for each in get_claim("accumulate").runs] == [1, 2, 4, 8, 16, 32]
+    sizes = {(each.microbatch, each.method) for each in get_claim("microbatch").runs}
+    assert sizes == {(n, way) for n in (4, 8, 16, 32, 64) for way in ("petra", "store")}
+
+
+def test_the_full_runs_are_those_of_the_paper():
+    for each in get_claim("revnet18").runs:
+        assert (each.epochs, each.milestones, each.warmup) == (300, (150, 225), 5)
+        assert (each.microbatch, each.accumulate, each.lr) == (64, 2, pytest.approx(0.05))
+        assert each.weight_decay == 5e-4 and each.momentum == 0.9
+    assert [each.method for each in get_claim("revnet18").runs] == ["store", "petra"]
+
+
+def test_names_of_runs_say_what_is_other_than_usual():
+    assert short("petra").name == "petra-64x2"
+    assert short("petra", 16, 8, lookahead="momentum").name == "petra-16x8-ahead-momentum"
+    assert short("petra", latency=4).name == "petra-64x2-latency-4"
+
+
+def test_some_runs_more_seeds_and_fields_for_all():
+    claim = get_claim("methods")
+    made = choose(claim, ["dsp-64x2", "store-64x2"], 3, ["--epochs", "2"])
+    assert [each.name for each in made] == [
+        "store-64x2",
+        "dsp-64x2",
+        "store-64x2-seed1",
+        "dsp-64x2-seed1",
+        "store-64x2-seed2",
+        "dsp-64x2-seed2",
+    ]
+    assert {each.epochs for each in made} == {2.0}
+    assert [each.seed for each in made] == [0, 0, 1, 1, 2, 2]
+    assert [each.seed for each in choose(claim, ["dsp-64x2"], 2, ["--seed", "5"])] == [5, 6]
+    with pytest.raises(TrainError, match="methods has no run 'dps-64x2'; did you mean 'dsp-64x2'"):
+        choose(claim, ["dps-64x2"], 1, [])
+
+
+def test_what_is_not_there():
+    with pytest.raises(TrainError, match="there is no claim 'method'; did you mean 'methods'"):
+        get_claim("method")
+
+
+def test_listing_needs_no_torch():
+    code = "import sys, redivider.reproduce.claims; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

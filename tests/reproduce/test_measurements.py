@@ -1,0 +1,106 @@
+"""Measurements of a claim, as far as a machine without a GPU can show them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import redivider as rd
+from redivider.reproduce import limits, sweep
+from redivider.reproduce.limits import largest, step_fits
+from redivider.reproduce.steps import Step
+
+CPU = torch.device("cpu")
+SMALL = {"width": 16, "heads": 2, "depth": 2}
+
+
+@given(st.integers(0, 5000), st.integers(1, 200))
+def test_the_largest_that_fits_but_for_three_percent(true, first):
+    asked = []
+
+    def fits(size):
+        asked.append(size)
+        return size <= true
+
+    found = largest(fits, first)
+    assert found <= true <= max(found + 1, 1.03 * found)
+    assert len(asked) < 30
+
+
+def test_there_is_an_end_to_doubling():
+    assert largest(lambda size: True, 1, most=1000) >= 512
+
+
+@pytest.mark.parametrize("model", ["rev_vit_tiny", "rev_roberta_base"])
+def test_a_step_has_the_gradients_of_any_way(model):
+    small = {"image_size": 32} if "vit" in model else {"vocabulary": 300, "context": 16}
+    step = Step(model, 3, CPU, dtype=torch.float32, **SMALL, **small)
+    found = []
+    for way in ("store", "reverse"):
+        loss = step.run(way)
+        found.append([loss, *(each.grad for each in step.chain.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=0.05, atol=0.02)  # bf16
+    assert not any(each.is_meta for each in step.chain.buffers())
+
+
+def test_weights_are_drawn_as_usual_wherever_they_are():
+    step = Step("rev_swin_tiny", 1, CPU, depths=(2,), image_size=28, width=24, heads=2)
+    usual = rd.create_model(
+        "rev_swin_tiny", depths=(2,), image_size=28, width=24, heads=2, dtype=torch.bfloat16
+    )
+    for (name, one), other in zip(step.chain.named_buffers(), usual.buffers(), strict=True):
+        assert torch.equal(one, other), name
+    for (name, one), other in zip(step.chain.named_parameters(), usual.parameters(), strict=True):
+        assert one.float().std().item() == pytest.approx(other.float().std().item(), abs=0.03), name
+
+
+def test_a_sweep_ends_where_nothing_fits_any_more(monkeypatch):
+    tried = []
+
+    def time(model, batch, device):
+        tried.append((model, batch))
+        if batch > 4 and model == "large":
+            raise torch.OutOfMemoryError("no")
+        return {"faster": 1.0}
+
+    monkeypatch.setattr(sweep, "_time", time)
+    rows = list(sweep.measure(CPU, ("small", "large")))
+    assert [batch for model, batch in tried if model == "small"] == list(sweep.BATCHES)
+    assert [batch for model, batch in tried if model == "large"] == [1, 4, 16]
+    assert rows[-1] == {
+        "run": "large/16",
+        "model": "large",
+        "batch": 16,
+        "failed": "it does not fit",
+    }
+
+
+def test_both_ways_are_timed():
+    row = sweep._time("rev_vit_tiny", 2, CPU, image_size=32, depth=1, dtype=torch.float32)
+    assert row["ms, reverse"] > 0 and row["ms, overlap"] > 0
+    assert row["faster"] == pytest.approx(row["ms, reverse"] / row["ms, overlap"], rel=1e-2)
+
+
+def test_limits_have_a_row_for_each_way(monkeypatch):
+    monkeypatch.setattr(
+        limits,
+        "step_fits",
+        lambda way, batch, device, **options: (
+            batch * options.get("depth", 24) <= {"store": 5000, "checkpoint": 20000}.get(way, 40000)
+        ),
+    )
+    rows = {row["run"]: row for row in limits.measure(CPU)}
+    assert list(rows) == [f"{what}-{way}" for what in ("batch", "depth") for way in limits.WAYS]
+    assert rows["batch-store"]["batch"] == pytest.approx(5000 / 24, rel=0.03)
+    assert rows["depth-reverse"]["depth"] == pytest.approx(40000 / 64, rel=0.03)
+
+
+def test_what_does_not_fit_is_let_go(monkeypatch):
+    def run(self, way):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(limits, "MODEL", "rev_vit_tiny")
+    assert step_fits("store", 1, CPU, image_size=32, depth=1)
+    monkeypatch.setattr(Step, "run", run)
+    assert not step_fits("store", 1, CPU, image_size=32, depth=1)

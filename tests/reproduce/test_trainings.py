@@ -1,0 +1,72 @@
+"""Trainings of a claim: rows that tell what the logs tell, and nothing done twice."""
+
+import json
+
+import pytest
+from train.small import recipe
+
+from redivider.reproduce import trainings
+from redivider.reproduce.trainings import RESULTS, read_row, table, train_all
+from redivider.train.errors import TrainError
+from redivider.train.runs import read_run
+
+
+def rows_in(folder):
+    return [json.loads(line) for line in (folder / RESULTS).read_text().splitlines()]
+
+
+def test_each_run_has_a_row(tmp_path):
+    made = [recipe(name=f"{way}-run", method=way) for way in ("store", "petra")]
+    rows = train_all(made, tmp_path)
+    assert rows_in(tmp_path) == rows
+    for row, each in zip(rows, made, strict=True):
+        run = read_run(tmp_path / each.name)
+        assert row == read_row(run.folder)
+        assert (row["run"], row["method"], row["seed"]) == (each.name, each.method, 0)
+        assert row["last"] == round(run.end[-1]["accuracy"], 5) == row["curve"][-1][2]
+        assert row["best"] == round(max(each["accuracy"] for each in run.evaluate), 5)
+        assert len(row["curve"]) == len(run.evaluate) == 2
+        assert row["MiB"] == round(sum(run.held("activations")) / 2**20, 2) > 0
+        assert row["torch"] and row["device"] == "cpu"
+    text = table(rows)
+    assert "store-run" in text and "| petra |" in text.replace("  ", " ")
+    assert "curve" not in text
+
+
+def test_what_has_ended_is_not_trained_again(tmp_path, monkeypatch):
+    made = [recipe(name="one"), recipe(name="two", seed=1)]
+    first = train_all(made[:1], tmp_path)
+    both = train_all(made, tmp_path)
+    assert both[0] == first[0] and rows_in(tmp_path) == both
+    monkeypatch.setattr("redivider.train.loop.build", None)  # would be called to train
+    assert train_all(made, tmp_path) == both
+
+
+def test_other_recipes_in_the_same_folder_are_refused(tmp_path):
+    train_all([recipe(name="one")], tmp_path)
+    with pytest.raises(TrainError, match=r"one holds a run with another lr, seed; take another"):
+        train_all([recipe(name="one", lr=0.01, seed=3)], tmp_path)
+
+
+def test_a_run_that_diverges_is_told_and_the_others_follow(tmp_path):
+    rows = train_all([recipe(name="wild", lr=1e6, warmup=0.0), recipe(name="calm")], tmp_path)
+    assert "not" in rows[0]["failed"] and "last" not in rows[0]
+    assert rows[1]["last"] > 0 and rows_in(tmp_path) == rows
+    assert "failed" in table(rows)
+
+
+def test_a_race_is_to_the_first_evaluation_at_90_percent(tmp_path, monkeypatch):
+    made = recipe(name="long", epochs=1.0)
+    monkeypatch.setattr(trainings, "WANTED", 0.15)
+    (row,) = train_all([made], tmp_path)
+    reached = [seconds for _, seconds, accuracy in row["curve"] if accuracy >= 0.15]
+    assert row["seconds to 90 %"] == (reached[0] if reached else None)
+    monkeypatch.setattr(trainings, "WANTED", 1.1)
+    assert read_row(tmp_path / "long")["seconds to 90 %"] is None
+
+
+def test_quality_is_told_by_stage(tmp_path):
+    (row,) = train_all([recipe(name="probed", method="petra", probe_every=20)], tmp_path)
+    found = row["quality"]
+    assert {each["stage"] for each in found} == {0, 1, 2, 3}
+    assert all(-1 <= each["cosine"] <= 1.0001 for each in found if each["cosine"] is not None)
