@@ -40,7 +40,7 @@ def test_the_full_runs_are_those_of_the_paper():
 
 def test_names_of_runs_say_what_is_other_than_usual():
     assert short("petra").name == "petra-64x2"
-    assert short("petra", 16, 8, lookahead="momentum").name == "petra-16x8-ahead-momentum"
+    assert short("petra", 16, 8, lookahead="momentum").name == "petra-16x8-ahead"
     assert short("petra", latency=4).name == "petra-64x2-latency-4"
 
 

@@ -36,10 +36,11 @@ def test_a_step_has_the_gradients_of_any_way(model):
     small = {"image_size": 32} if "vit" in model else {"vocabulary": 300, "context": 16}
     step = Step(model, 3, CPU, dtype=torch.float32, **SMALL, **small)
     found = []
-    for way in ("store", "reverse"):
+    for way in ("store", "store", "reverse"):
         loss = step.run(way)
-        found.append([loss, *(each.grad for each in step.chain.parameters())])
-    for one, other in zip(*found, strict=True):
+        found.append([loss, *(each.grad.clone() for each in step.chain.parameters())])
+    for one, again, other in zip(*found, strict=True):
+        assert torch.equal(one, again), "gradients are new in each step"
         assert torch.allclose(one, other, rtol=0.05, atol=0.02)  # bf16
     assert not any(each.is_meta for each in step.chain.buffers())
 
