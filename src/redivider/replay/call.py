@@ -51,6 +51,8 @@ class Call:
         """Take `module(*args, **kwargs)` apart into a call and its tensors."""
         with _one_at_a_time:
             anatomy = Anatomy(module)
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            return cls(anatomy, [_TENSOR], None), [args[0], *anatomy.parameters]  # as is usual
         values, spec = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, Tensor)]
         others = [_TENSOR if isinstance(value, Tensor) else value for value in values]
@@ -83,7 +85,7 @@ class Call:
             # Nothing will be asked of this graph.
             with saved_tensors_hooks(_forget, _forget):
                 run, record = self.only_run(tensors, needs, record=record)
-            return tree_map_only(Tensor, Tensor.detach, run.output), record
+            return _detached(run.output), record
         if self.module not in _verified:
             _verify_unsharded(self.modules)
         record = self._new(record, tensors)
@@ -95,7 +97,7 @@ class Call:
                 args, kwargs = self._arguments(tensors)
                 output = self.module(*args, **kwargs)
         _verify_unwritten(tensors, versions)
-        return tree_map_only(Tensor, Tensor.detach, output), record
+        return _detached(output), record
 
     def run_plainly(self, tensors: Sequence[Tensor]) -> Any:
         """Run the module on these tensors, and see to nothing else."""
@@ -166,6 +168,8 @@ class Call:
             return run(*args, **kwargs)
 
     def _arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._spec is None:
+            return (tensors[0],), {}
         following = iter(tensors)
         values = [next(following) if value is _TENSOR else value for value in self._others]
         args, kwargs = tree_unflatten(values, self._spec)
@@ -178,8 +182,7 @@ class GraphRun:
     def __init__(self, leaves: list[Tensor], output: Any) -> None:
         self.leaves = leaves
         self.output = output
-        tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
-        self._roots = [Root(each) for each in tensors]
+        self._roots = [Root(each) for each in _tensors(output)]
 
     @property
     def is_free(self) -> bool:
@@ -218,6 +221,19 @@ class GraphRun:
             )
         )
         return [next(found) if leaf.requires_grad else None for leaf in self.leaves]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """All of them, in order; most trees here are one tensor, which needs no walk."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def _detached(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    return tree_map_only(Tensor, Tensor.detach, tree)
 
 
 def _forget(_: Any) -> Any:
@@ -269,7 +285,7 @@ def _verify_leaves(output: Any, leaves: Sequence[Tensor]) -> None:
 
 
 def _reached_leaves(output: Any) -> Iterator[Tensor]:
-    roots = [each.grad_fn for each in tree_leaves(output) if isinstance(each, Tensor)]
+    roots = [each.grad_fn for each in _tensors(output)]
     queue: list[Node] = [root for root in roots if root is not None]
     seen = set(queue)
     while queue:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NORMS = BATCH_NORMS + INSTANCE_NORMS
 # These pass no running statistics on when the flag is off; what a subclass does is its own affair.
 HEED_THE_FLAG = {layer.forward for layer in BATCH_NORMS}
 
@@ -21,9 +22,9 @@ def counting_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [
         layer
         for layer in modules
-        if isinstance(layer, BATCH_NORMS + INSTANCE_NORMS)
+        if layer._buffers.get("running_mean") is not None  # which rules out most, at once
         and layer.training
-        and layer._buffers.get("running_mean") is not None
+        and isinstance(layer, NORMS)
     ]
 
 
