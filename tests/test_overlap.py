@@ -390,6 +390,27 @@ def test_what_is_left_over_is_joined_before_it_is_let_go():
     assert "R2" in lanes.known[MAIN] and not overlap._ready
 
 
+@pytest.mark.usefixtures("no_callbacks")
+def test_the_side_lane_is_joined_where_a_unit_fails():
+    """Two failures for want of memory: the preparation's is kept quiet, the other one is not."""
+    lanes = Recorded()
+    overlap = Overlap(torch.device("cpu"))
+    overlap._make_lanes = lambda: lanes
+    grads = overlap.step(Job(3, lanes), Job(2, lanes), [torch.zeros(())])
+
+    class Failing(Job):
+        def prepare(self):
+            raise torch.OutOfMemoryError("no room")
+
+        def finish(self, prepared, grads):
+            self.lanes.note(f"B{self.key}")
+            raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        overlap.step(Failing(2, lanes), Failing(1, lanes), grads)
+    assert lanes.where["B2"] == SIDE and "B2" in lanes.known[MAIN]
+
+
 def test_on_the_cpu_it_is_reverse():
     made = []
     chains = [token_chain(3, backward) for backward in ("overlap", "reverse")]

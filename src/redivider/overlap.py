@@ -125,6 +125,8 @@ class Overlap:
             with lanes.on(own):
                 found = this.finish(ready.prepared, grads)
         except BaseException:
+            if own == SIDE:  # a capture cannot end, not even in vain, while it runs apart
+                lanes.wait(MAIN, lanes.mark(SIDE))
             self.end()
             raise
         if own == SIDE:

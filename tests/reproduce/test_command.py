@@ -24,8 +24,9 @@ def test_some_runs_and_then_some_more(tmp_path, capsys):
     first = (tmp_path / "results.jsonl").read_text()
     assert json.loads(first)["run"] == "store-64x2"
     assert main([*words, "petra-64x2"]) == 0
+    assert main([*words, "petra-64x2"]) == 0, "a pipeline writes its stages into its recipe"
     both = (tmp_path / "results.jsonl").read_text()
-    assert both.startswith(first) and both.count("\n") == 2
+    assert both.endswith(first) and both.count("\n") == 2
     out = capsys.readouterr().out
     assert "| petra-64x2 | petra |" in out and str(tmp_path / "results.jsonl") in out
     assert main([*words, "--lr", "0.5"]) == 2
@@ -47,5 +48,11 @@ def test_measurements_write_rows_as_they_come(only, tmp_path, monkeypatch, capsy
     more = ["--only", *only] if only else []
     assert main(["reproduce", "overlap", "--out", str(tmp_path), *more]) == 0
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert {row["model"] for row in rows} == set(only or sweep.MODELS)
+    assert {row["model"] for row in rows} == set(only or sweep.NAMES)
+    monkeypatch.setattr(sweep, "_time", lambda model, batch, device: {"faster": 2.0})
+    assert main(["reproduce", "overlap", "--out", str(tmp_path), "--only", "rev_mvit_base"]) == 0
+    more = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {row["model"] for row in more} == {*(only or sweep.NAMES), "rev_mvit_base"}
+    again = {row["faster"] for row in more if row["model"] == "rev_mvit_base"}
+    assert again == ({2.0} if only else {1.5}), "what is there is not measured again"
     assert "| rev_vit_small/64 |" in capsys.readouterr().out

@@ -69,6 +69,9 @@ def test_a_sweep_ends_where_nothing_fits_any_more(monkeypatch):
     rows = list(sweep.measure(CPU, ("small", "large")))
     assert [batch for model, batch in tried if model == "small"] == list(sweep.BATCHES)
     assert [batch for model, batch in tried if model == "large"] == [1, 4, 16]
+    known = {row["run"] for row in rows}
+    tried.clear()
+    assert not list(sweep.measure(CPU, ("small",), known)) and not tried
     assert rows[-1] == {
         "run": "large/16",
         "model": "large",
@@ -93,6 +96,8 @@ def test_limits_have_a_row_for_each_way(monkeypatch):
     )
     rows = {row["run"]: row for row in limits.measure(CPU)}
     assert list(rows) == [f"{what}-{way}" for what in ("batch", "depth") for way in limits.WAYS]
+    some = limits.measure(CPU, ("depth-store", "batch-reverse"), {"batch-reverse"})
+    assert [row["run"] for row in some] == ["depth-store"]
     assert rows["batch-store"]["batch"] == pytest.approx(5000 / 24, rel=0.03)
     assert rows["depth-reverse"]["depth"] == pytest.approx(40000 / 64, rel=0.03)
 

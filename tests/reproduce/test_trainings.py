@@ -18,7 +18,7 @@ def rows_in(folder):
 def test_each_run_has_a_row(tmp_path):
     made = [recipe(name=f"{way}-run", method=way) for way in ("store", "petra")]
     rows = train_all(made, tmp_path)
-    assert rows_in(tmp_path) == rows
+    assert rows_in(tmp_path) == rows[::-1]  # by their names
     for row, each in zip(rows, made, strict=True):
         run = read_run(tmp_path / each.name)
         assert row == read_row(run.folder)
@@ -36,10 +36,12 @@ def test_each_run_has_a_row(tmp_path):
 def test_what_has_ended_is_not_trained_again(tmp_path, monkeypatch):
     made = [recipe(name="one"), recipe(name="two", seed=1)]
     first = train_all(made[:1], tmp_path)
-    both = train_all(made, tmp_path)
-    assert both[0] == first[0] and rows_in(tmp_path) == both
+    second = train_all(made[1:], tmp_path)
+    assert rows_in(tmp_path) == first + second, "what others have trained is still there"
+    (tmp_path / "three").mkdir()
+    (tmp_path / "three" / "recipe.json").write_text("{}")  # another process is about to begin
     monkeypatch.setattr("redivider.train.loop.build", None)  # would be called to train
-    assert train_all(made, tmp_path) == both
+    assert train_all(made, tmp_path) == rows_in(tmp_path) == first + second
 
 
 def test_other_recipes_in_the_same_folder_are_refused(tmp_path):
@@ -48,11 +50,13 @@ def test_other_recipes_in_the_same_folder_are_refused(tmp_path):
         train_all([recipe(name="one", lr=0.01, seed=3)], tmp_path)
 
 
-def test_a_run_that_diverges_is_told_and_the_others_follow(tmp_path):
+def test_a_run_that_diverges_is_told_and_the_others_follow(tmp_path, monkeypatch):
     rows = train_all([recipe(name="wild", lr=1e6, warmup=0.0), recipe(name="calm")], tmp_path)
     assert "not" in rows[0]["failed"] and "last" not in rows[0]
-    assert rows[1]["last"] > 0 and rows_in(tmp_path) == rows
+    assert rows[1]["last"] > 0 and rows_in(tmp_path) == rows[::-1]  # by their names
     assert "failed" in table(rows)
+    monkeypatch.setattr("redivider.train.loop.build", None)  # would be called to train
+    assert train_all([recipe(name="wild", lr=1e6, warmup=0.0)], tmp_path) == rows[:1]
 
 
 def test_a_race_is_to_the_first_evaluation_at_90_percent(tmp_path, monkeypatch):

@@ -156,6 +156,8 @@ def test_a_damaged_checkpoint_is_passed_over(capsys, caplog):
         ("reproduce methods --epoch 3", "a recipe has no field --epoch; did you mean epochs?"),
         ("reproduce --epochs 3 methods", "the name comes first"),
         ("reproduce overlap --epochs 3", "overlap is measured, not trained"),
+        ("reproduce overlap --only rev_vit_smal", "no run 'rev_vit_smal'; did you mean"),
+        ("reproduce limits --only batch", "limits has no run 'batch'"),
         ("reproduce --only dsp-64x2", "which claim? `redivider reproduce` lists them"),
     ],
 )

@@ -34,9 +34,11 @@ def short(method: Method, microbatch: int = 64, accumulate: int = 2, **changes: 
     """
     base = table2("revnet18", "cifar10", "petra")
     told = []
+    if "probe_every" in changes:
+        told.append("probed")
     if changes.get("lookahead"):
         told.append("ahead")
-    if "latency" in changes:
+    if changes.get("latency", 1) > 1:
         told.append(f"latency-{changes['latency']}")
     return replace(
         base,
@@ -80,7 +82,15 @@ def _transformers() -> Iterator[Claim]:
         "vit",
         "a Rev-ViT learns the same by overlap as by store, in less memory; and by PETRA",
         tuple(
-            fast("rev_vit_small-cifar10", each, method=each, epochs=20.0, compile=False)
+            fast(
+                "rev_vit_small-cifar10",
+                each,
+                method=each,
+                epochs=20.0,
+                microbatch=16,  # 26 stages: fewer samples in flight
+                accumulate=8,
+                compile=False,
+            )
             for each in methods
         ),
     )
@@ -88,7 +98,14 @@ def _transformers() -> Iterator[Claim]:
         "gpt",
         "so does a Rev-GPT on text",
         tuple(
-            fast("rev_gpt_small-text", each, method=each, epochs=1.0, compile=False)
+            fast(
+                "rev_gpt_small-text",
+                each,
+                method=each,
+                epochs=1.0,
+                evaluate_every=0.1,
+                compile=False,
+            )
             for each in methods
         ),
     )
@@ -123,8 +140,8 @@ CLAIMS = (
     ),
     Claim(
         "accumulate",
-        "PETRA's accuracy by the number of micro-batches in an update",
-        tuple(short("petra", 64, k) for k in (1, 2, 4, 8, 16, 32)),
+        "accuracy by the number of micro-batches in an update",
+        tuple(short(method, 64, k) for k in (1, 2, 4, 8, 16, 32) for method in ("petra", "store")),
     ),
     Claim(
         "lookahead",

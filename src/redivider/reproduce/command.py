@@ -24,7 +24,7 @@ def reproduce(
         seeds: Of trainings: so many, from 0 on.
         fields: Of recipes, as `redivider train` takes them, for all runs.
     """
-    from redivider.reproduce.trainings import table, train_all, write_rows
+    from redivider.reproduce.trainings import read_results, table, train_all, write_rows
 
     if claim.runs:
         return table(train_all(choose(claim, only, seeds, fields), folder))
@@ -33,22 +33,30 @@ def reproduce(
     from redivider.train.machine import resolve_device
 
     module = import_module(f"redivider.reproduce.{claim.measurement}")
+    _verify_names(claim, only, module.NAMES)
     folder.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    for row in module.measure(resolve_device("auto"), tuple(only)):
-        rows.append(row)
+    rows = {row["run"]: row for row in read_results(folder)}
+    for row in module.measure(resolve_device("auto"), only, tuple(rows)):
         print(row, flush=True)
-        write_rows(rows, folder)
-    return table(rows)
+        rows[row["run"]] = row
+        write_rows(list(rows.values()), folder)
+    return table([row for row in rows.values() if not only or _is_of(row, only)])
 
 
-def choose(claim: Claim, only: Sequence[str], seeds: int, fields: Sequence[str]) -> list[Recipe]:
-    """The runs that are wanted, for each seed; the first one's names have no number."""
-    names = [each.name for each in claim.runs]
+def _is_of(row: dict[str, Any], only: Sequence[str]) -> bool:
+    return row["run"] in only or row["model"] in only
+
+
+def _verify_names(claim: Claim, only: Sequence[str], names: Sequence[str]) -> None:
     for each in only:
         if each not in names:
             otherwise = f"it has {', '.join(names)}"
             raise TrainError(f"{claim.name} has no run {each!r}; {hint(each, names, otherwise)}")
+
+
+def choose(claim: Claim, only: Sequence[str], seeds: int, fields: Sequence[str]) -> list[Recipe]:
+    """The runs that are wanted, for each seed; the first one's names have no number."""
+    _verify_names(claim, only, [each.name for each in claim.runs])
     found = []
     for seed in range(seeds):
         for recipe in claim.runs:

@@ -37,7 +37,8 @@ class Step:
         made_for = resolve(model, **options)[1]
         self.device = device
         self.chain = _make(model, device, dtype, options)
-        self.x = made_for.example(batch).to(device)
+        with device:  # large batches take the CPU a while to draw
+            self.x = made_for.example(batch)
         self.loss: Callable[[Tensor], Tensor] = self._classify
         self._body = self.chain
         if isinstance(made_for, Language):
@@ -71,6 +72,12 @@ def _make(name: str, device: torch.device, dtype: torch.dtype, options: dict[str
         if callable(reset):
             reset()
     return chain
+
+
+def is_short_of_memory(error: RuntimeError) -> bool:
+    """Whether a step does not fit: torch's allocator says so, or a library beside it."""
+    words = ("out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)
 
 
 def let_go() -> None:

@@ -4,7 +4,7 @@ On a GPU steps are captured, so that the host does not matter; both ways take tu
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from statistics import median
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from redivider.captured import capture
-from redivider.reproduce.steps import Step, let_go
+from redivider.reproduce.steps import Step, is_short_of_memory, let_go
 
-MODELS = (
+NAMES = (
     *(f"rev_vit_{size}" for size in ("small", "base", "large", "huge", "giant")),
     *(f"rev_swin_{size}" for size in ("tiny", "small", "base", "large", "huge", "giant")),
     "rev_mvit_base",
@@ -22,17 +22,30 @@ MODELS = (
 )
 BATCHES = (1, 4, 16, 64, 256)
 WAYS = ("reverse", "overlap")
-ROUNDS = 7
+ROUNDS = 5
+LEAST = 0.1  # seconds of a round, so that the host's part is small
 
 
-def measure(device: torch.device, only: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-    """A row for each model and batch, up to the first batch that does not fit."""
-    for model in only or MODELS:
+def measure(
+    device: torch.device, only: Sequence[str] = (), known: Container[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """A row for each model and batch, up to the first batch at which both ways do not fit at once.
+
+    Args:
+        device: Where.
+        only: Some of `NAMES`; all unless given.
+        known: Runs that are not to be measured again.
+    """
+    for model in only or NAMES:
         for batch in BATCHES:
             row: dict[str, Any] = {"run": f"{model}/{batch}", "model": model, "batch": batch}
+            if row["run"] in known:
+                continue
             try:
                 row |= _time(model, batch, device)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not is_short_of_memory(error):
+                    raise
                 row["failed"] = "it does not fit"
             let_go()
             yield row
@@ -71,16 +84,25 @@ def _ready(step: Step, way: str) -> Callable[[], Tensor]:
     return lambda: captured(nothing)
 
 
-def _milliseconds(step: Callable[[], Tensor], device: torch.device, num: int = 3) -> float:
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _milliseconds(step: Callable[[], Tensor], device: torch.device) -> float:
+    step()  # what changed hands is put in its place
+    once = _seconds(step, device, 1)
+    num = min(max(1, round(LEAST / once)), 200)
+    return 1000 * _seconds(step, device, num) / num
+
+
+def _seconds(step: Callable[[], Tensor], device: torch.device, num: int) -> float:
+    _wait(device)
     start = time.perf_counter()
     for _ in range(num):
         step()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return 1000 * (time.perf_counter() - start) / num
 
 
 def _reserved(device: torch.device) -> int:

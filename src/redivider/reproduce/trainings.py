@@ -12,9 +12,10 @@ from redivider.train.errors import TrainError
 from redivider.train.folder import write_whole
 from redivider.train.loop import train
 from redivider.train.recipe import Recipe, read_recipe
-from redivider.train.runs import RECIPE, numbers, read_run
+from redivider.train.runs import LOG, RECIPE, numbers, read_run
 
 RESULTS = "results.jsonl"
+FAILED = "failed.txt"  # why a run has come to nothing
 WANTED = 0.9  # an accuracy, for a race to it
 # What makes runs of one claim differ, and is told of each.
 FIELDS = ("method", "microbatch", "accumulate", "latency", "lookahead", "epochs", "seed")
@@ -24,8 +25,8 @@ def train_all(recipes: Sequence[Recipe], folder: Path) -> list[dict[str, Any]]:
     """Train by each recipe in `folder`, under its name; returns a row for each.
 
     A run that has stopped goes on, and one that has ended is only read. After each of them
-    `results.jsonl` there has the rows so far. Where a loss is not a number, the row says so, and
-    the other recipes follow.
+    `results.jsonl` has a row for every run in the folder that has ended, also of other processes.
+    Where a loss is not a number, the row says so, and the other recipes follow.
 
     Raises:
         Stopped: If somebody has asked for it; the run is saved.
@@ -34,24 +35,35 @@ def train_all(recipes: Sequence[Recipe], folder: Path) -> list[dict[str, Any]]:
     for recipe in map(resolved, recipes):
         where = folder / recipe.name
         _verify_same(recipe, where)
-        try:
-            train(recipe, where, resume=(where / RECIPE).exists())
-            rows.append(read_row(where))
-        except TrainError as error:
-            if not isinstance(error.__cause__, FloatingPointError):
-                raise
-            rows.append({**_told(asdict(recipe)), "failed": str(error)})
-        write_rows(rows, folder)
+        if not (where / FAILED).exists():
+            try:
+                train(recipe, where, resume=(where / RECIPE).exists())
+            except TrainError as error:
+                if not isinstance(error.__cause__, FloatingPointError):
+                    raise
+                write_whole(where / FAILED, f"{error}\n")
+        rows.append(read_row(where))
+        write_rows(read_rows(folder), folder)
     return rows
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """A row for every run in a folder that has ended, by their names."""
+    runs = sorted(path.parent for path in folder.glob(f"*/{LOG}"))  # one may just begin
+    return [read_row(each) for each in runs if (each / FAILED).exists() or read_run(each).end]
 
 
 def read_row(folder: Path) -> dict[str, Any]:
     """What a run that has ended comes to."""
     run = read_run(folder)
+    if (folder / FAILED).exists():
+        return {**_told(run.recipe), "failed": (folder / FAILED).read_text().strip()}
     metric, start, end = run.metric, run.start[-1], run.end[-1]
     scores = numbers(run.evaluate, metric)
     epochs, seconds = numbers(run.evaluate, "epoch"), numbers(run.evaluate, "seconds")
     finite = [each for each in scores if isfinite(each)]
+    if not finite or end[metric] is None:
+        return {**_told(run.recipe), "failed": f"the {metric} is not a number"}
     curve = [
         [round(e, 3), round(s, 2), round(score, 5)]
         for e, s, score in zip(epochs, seconds, scores, strict=True)
@@ -73,6 +85,12 @@ def read_row(folder: Path) -> dict[str, Any]:
     if run.quality:
         row["quality"] = _by_stage(run.quality)
     return row
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The rows that `results.jsonl` has, if it is there."""
+    path = folder / RESULTS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def write_rows(rows: Sequence[dict[str, Any]], folder: Path) -> None:
@@ -100,6 +118,8 @@ def _verify_same(recipe: Recipe, where: Path) -> None:
     if not (where / RECIPE).exists():
         return
     ours, theirs = asdict(recipe), asdict(read_recipe(where / RECIPE))
+    if ours["stages"] == "auto":  # a run writes down how many they are
+        ours["stages"] = theirs["stages"]
     others = [name for name in ours if ours[name] != theirs[name]]
     if others:
         raise TrainError(

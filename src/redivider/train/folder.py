@@ -46,7 +46,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file beside, and put it in its place when it is complete."""
-    new = path.with_name(f".{path.name}.new")
+    new = path.with_name(f".{path.name}.{os.getpid()}.new")  # others may write it, too
     with writing(path.parent):
         new.write_text(text)
         os.replace(new, path)
