@@ -246,7 +246,7 @@ def test_few_phases(accumulate, monkeypatch):
 
 
 def test_units_that_move_their_buffers_stay_in_lockstep(caplog):
-    caplog.set_level("INFO", "redivider")
+    caplog.set_level("WARNING", "redivider")  # a command line shows these
     pipes = build_both(lambda: around(Buffered(8)))
     assert equal(*[run(pipe, 30) for pipe in pipes])
     assert not pipes[0]._concurrent.is_active
@@ -354,7 +354,7 @@ def test_inputs_that_go_on_as_they_are(first):
 
 
 def test_a_tick_that_cannot_be_recorded_stays_in_lockstep(caplog):
-    caplog.set_level("INFO", "redivider")
+    caplog.set_level("WARNING", "redivider")
     pipes = build_both(lambda: around(Reading()))
     assert equal(*[run(pipe, 40) for pipe in pipes])
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())

@@ -173,7 +173,7 @@ class Concurrent:
 
     def _refuse(self, why: str) -> None:
         self._is_refused = True
-        logger.info("ticks are not captured: %s", why)
+        logger.warning("ticks are not captured, and slower for it: %s", why)
 
     def _try_to_record(self, inputs: Any) -> bool:
         """Record a cycle of phases, unless something in them cannot be: then ticks stay eager."""

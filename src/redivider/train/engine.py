@@ -171,7 +171,7 @@ class BackpropEngine(Engine):
             try:
                 return capture(self._update, inputs)
             except CaptureError as error:
-                logger.info("steps are not captured: %s", error)
+                logger.warning("steps are not captured, and slower for it: %s", error)
         return self._update
 
     def _update(self, *inputs: Tensor) -> tuple[list[Tensor], list[Tensor] | None]:
