@@ -372,27 +372,20 @@ def test_mvit_is_that_of_torchvision():
         if value.dim() == 5:
             state[key] = value[:, :, 0]
     block, shrink = r"blocks\.(\d)\.", r"blocks\.([13])\."
+    attention = [
+        (r"norm1\.(.*)", r"norm.\2"),
+        (r"attn\.qkv\.(.*)", r"body.qkv.\2"),
+        (r"attn\.project\.0\.(.*)", r"body.out.\2"),
+        (r"attn\.pool_(.)\.pool\.(.*)", r"body.pool_\2.conv.\3"),
+        (r"attn\.pool_(.)\.norm_act\.0\.(.*)", r"body.pool_\2.norm.\3"),
+    ]
     rules = [
         (r"conv_proj\.(.*)", r"stem.patches.conv.\1"),
         (r"pos_encoding\.class_token", "stem.token.weight"),
         (r"positions", "stem.positions.weight"),
-        (shrink + r"norm1\.(.*)", r"layer\1_attention.norm.\2"),
-        (shrink + r"attn\.qkv\.(.*)", r"layer\1_attention.body.qkv.\2"),
-        (shrink + r"attn\.project\.0\.(.*)", r"layer\1_attention.body.out.\2"),
-        (shrink + r"attn\.pool_(.)\.pool\.(.*)", r"layer\1_attention.body.pool_\2.conv.\3"),
-        (
-            shrink + r"attn\.pool_(.)\.norm_act\.0\.(.*)",
-            r"layer\1_attention.body.pool_\2.norm.\3",
-        ),
+        *((shrink + theirs, rf"layer\1_attention.{ours}") for theirs, ours in attention),
         (shrink + r"project\.(.*)", r"layer\1_attention.shortcut.\2"),
-        (block + r"norm1\.(.*)", r"layer\1_attention.f.norm.\2"),
-        (block + r"attn\.qkv\.(.*)", r"layer\1_attention.f.body.qkv.\2"),
-        (block + r"attn\.project\.0\.(.*)", r"layer\1_attention.f.body.out.\2"),
-        (block + r"attn\.pool_(.)\.pool\.(.*)", r"layer\1_attention.f.body.pool_\2.conv.\3"),
-        (
-            block + r"attn\.pool_(.)\.norm_act\.0\.(.*)",
-            r"layer\1_attention.f.body.pool_\2.norm.\3",
-        ),
+        *((block + theirs, rf"layer\1_attention.f.{ours}") for theirs, ours in attention),
         (block + r"norm2\.(.*)", r"layer\1_mlp.f.norm.\2"),
         (block + r"mlp\.0\.(.*)", r"layer\1_mlp.f.body.grow.\2"),
         (block + r"mlp\.3\.(.*)", r"layer\1_mlp.f.body.shrink.\2"),

@@ -66,12 +66,14 @@ def test_a_sweep_ends_where_nothing_fits_any_more(monkeypatch):
         return {"faster": 1.0}
 
     monkeypatch.setattr(sweep, "_time", time)
-    rows = list(sweep.measure(CPU, ("small", "large")))
+    rows = [row for name in ("small", "large") for row in sweep.measure(name, CPU, {})]
     assert [batch for model, batch in tried if model == "small"] == list(sweep.BATCHES)
     assert [batch for model, batch in tried if model == "large"] == [1, 4, 16]
-    known = {row["run"] for row in rows}
     tried.clear()
-    assert not list(sweep.measure(CPU, ("small",), known)) and not tried
+    known = {row["run"]: row for row in rows}
+    del known["large/4"]
+    again = [row for name in ("small", "large") for row in sweep.measure(name, CPU, known)]
+    assert again == [rows[-2]] and tried == [("large", 4)], "nor is more tried than had failed"
     assert rows[-1] == {
         "run": "large/16",
         "model": "large",
@@ -94,10 +96,9 @@ def test_limits_have_a_row_for_each_way(monkeypatch):
             batch * options.get("depth", 24) <= {"store": 5000, "checkpoint": 20000}.get(way, 40000)
         ),
     )
-    rows = {row["run"]: row for row in limits.measure(CPU)}
+    rows = {row["run"]: row for name in limits.NAMES for row in limits.measure(name, CPU, {})}
     assert list(rows) == [f"{what}-{way}" for what in ("batch", "depth") for way in limits.WAYS]
-    some = limits.measure(CPU, ("depth-store", "batch-reverse"), {"batch-reverse"})
-    assert [row["run"] for row in some] == ["depth-store"]
+    assert not list(limits.measure("batch-reverse", CPU, rows))
     assert rows["batch-store"]["batch"] == pytest.approx(5000 / 24, rel=0.03)
     assert rows["depth-reverse"]["depth"] == pytest.approx(40000 / 64, rel=0.03)
 

@@ -36,10 +36,11 @@ def reproduce(
     _verify_names(claim, only, module.NAMES)
     folder.mkdir(parents=True, exist_ok=True)
     rows = {row["run"]: row for row in read_results(folder)}
-    for row in module.measure(resolve_device("auto"), only, tuple(rows)):
-        print(row, flush=True)
-        rows[row["run"]] = row
-        write_rows(list(rows.values()), folder)
+    for name in only or module.NAMES:
+        for row in module.measure(name, resolve_device("auto"), rows):
+            print(row, flush=True)
+            rows[row["run"]] = row
+            write_rows(list(rows.values()), folder)
     return table([row for row in rows.values() if not only or _is_of(row, only)])
 
 

@@ -4,43 +4,31 @@ A step is forward and backward with weights and gradients in float32, without an
 state would make depths smaller.
 """
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from redivider.reproduce.steps import Step, is_short_of_memory, let_go
+from redivider.reproduce.steps import Rows, Step, is_short_of_memory, let_go
 
 MODEL = "rev_vit_large"
 WAYS = ("store", "checkpoint", "reverse")
 BATCH = 64  # at which depths are tried
 PRECISION = 0.03
-
-
 NAMES = tuple(f"{what}-{way}" for what in ("batch", "depth") for way in WAYS)
 
 
-def measure(
-    device: torch.device, only: Sequence[str] = (), known: Container[str] = ()
-) -> Iterator[dict[str, Any]]:
-    """A row for each way of the backward, and each of batch and depth.
+def measure(name: str, device: torch.device, known: Rows) -> Iterator[dict[str, Any]]:
+    """The row of one of `NAMES`, a batch or a depth by one way of the backward, if not known."""
+    what, _, way = name.partition("-")
 
-    Args:
-        device: Where.
-        only: Some of `NAMES`; all unless given.
-        known: Those that are not to be measured again.
-    """
-    for what, first in (("batch", 64), ("depth", 24)):
-        for way in WAYS:
-            name = f"{what}-{way}"
-            if name in known or name not in (only or NAMES):
-                continue
+    def fits(size: int) -> bool:
+        batch, options = (size, {}) if what == "batch" else (BATCH, {"depth": size})
+        return step_fits(way, batch, device, **options)
 
-            def fits(size: int, what: str = what, way: str = way) -> bool:
-                batch, options = (size, {}) if what == "batch" else (BATCH, {"depth": size})
-                return step_fits(way, batch, device, **options)
-
-            yield {"run": name, "model": MODEL, "way": way, what: largest(fits, first)}
+    if name not in known:
+        found = largest(fits, first=64 if what == "batch" else 24)
+        yield {"run": name, "model": MODEL, "way": way, what: found}
 
 
 def largest(fits: Callable[[int], bool], first: int, most: int = 2**16) -> int:

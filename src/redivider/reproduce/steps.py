@@ -1,8 +1,8 @@
 """A training step of any model of the catalogue, to be timed or to see whether it fits."""
 
 import gc
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from redivider.chain import Chain
 from redivider.models.catalogue import create_model, resolve
 from redivider.models.cross_entropy import ChunkedCrossEntropy
 from redivider.models.language import Language
+
+Rows: TypeAlias = Mapping[str, dict[str, Any]]
+"""What has been measured, by the names of the runs."""
 
 
 class Step:

@@ -4,7 +4,7 @@ On a GPU steps are captured, so that the host does not matter; both ways take tu
 """
 
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from redivider.captured import capture
-from redivider.reproduce.steps import Step, is_short_of_memory, let_go
+from redivider.reproduce.steps import Rows, Step, is_short_of_memory, let_go
 
 NAMES = (
     *(f"rev_vit_{size}" for size in ("small", "base", "large", "huge", "giant")),
@@ -26,21 +26,13 @@ ROUNDS = 5
 LEAST = 0.1  # seconds of a round, so that the host's part is small
 
 
-def measure(
-    device: torch.device, only: Sequence[str] = (), known: Container[str] = ()
-) -> Iterator[dict[str, Any]]:
-    """A row for each model and batch, up to the first batch at which both ways do not fit at once.
-
-    Args:
-        device: Where.
-        only: Some of `NAMES`; all unless given.
-        known: Runs that are not to be measured again.
-    """
-    for model in only or NAMES:
-        for batch in BATCHES:
-            row: dict[str, Any] = {"run": f"{model}/{batch}", "model": model, "batch": batch}
-            if row["run"] in known:
-                continue
+def measure(model: str, device: torch.device, known: Rows) -> Iterator[dict[str, Any]]:
+    """A row for each batch that is not known, up to the first at which both ways do not fit."""
+    for batch in BATCHES:
+        name = f"{model}/{batch}"
+        row = known.get(name)
+        if row is None:
+            row = {"run": name, "model": model, "batch": batch}
             try:
                 row |= _time(model, batch, device)
             except RuntimeError as error:
@@ -49,8 +41,8 @@ def measure(
                 row["failed"] = "it does not fit"
             let_go()
             yield row
-            if "failed" in row:
-                break
+        if "failed" in row:
+            return
 
 
 def _time(model: str, batch: int, device: torch.device, **options: Any) -> dict[str, Any]:
