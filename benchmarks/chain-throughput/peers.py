@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import redivider as rd
 from redivider.models.catalogue import resolve
 
-Step = Callable[[], Tensor]
+Run = Callable[[], Tensor]
 
 
 def peer_steps(
     model: str, options: dict[str, Any], batch: int, minrev: str | None
-) -> dict[str, Step]:
+) -> dict[str, Run]:
     """A training step of every peer that can be imported, by its name.
 
     Args:
@@ -26,7 +26,7 @@ def peer_steps(
         batch: Images of a step.
         minrev: Where minREV is, if anywhere.
     """
-    steps: dict[str, Step] = {}
+    steps: dict[str, Run] = {}
     if minrev:
         sys.path.insert(0, minrev)
         for name, module, kind in (
@@ -87,7 +87,7 @@ class _Apart(nn.Module):
         return a, b
 
 
-def _step(net: nn.Module, batch: int, dtype: torch.dtype) -> Step:
+def _step(net: nn.Module, batch: int, dtype: torch.dtype) -> Run:
     x = torch.randn(batch, 3, 224, 224, device="cuda", dtype=dtype)
     target = torch.randint(1000, (batch,), device="cuda")
 

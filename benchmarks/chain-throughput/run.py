@@ -9,23 +9,19 @@ float32. All methods of one setting take turns, so that ratios are of one time.
 """
 
 import argparse
-import gc
 import json
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from peers import Step, peer_steps
+from peers import Run, peer_steps
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
-from redivider.models.catalogue import resolve
-from redivider.models.language import Language
+from redivider.reproduce.steps import Step, let_go
 
 # name: model, options, batch
 SETTINGS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -67,7 +63,7 @@ class Checkpointed(torch.nn.Module):
     def __init__(self, chain: rd.Chain, per_block: int, compiled: bool) -> None:
         super().__init__()
         self.chain, self.per_block = chain, per_block
-        self.add = torch.compile(torch.add) if compiled else torch.add
+        self.add = torch.compile(torch.add, dynamic=False) if compiled else torch.add
 
     def forward(self, x: Any) -> Any:
         """Run junctions as they are, and couplings in blocks."""
@@ -92,62 +88,29 @@ def _run_block(add: Any, block: list[rd.Coupling], a: Tensor, b: Tensor) -> tupl
     return a, b
 
 
-def make_loss(model: str, batch: int, options: dict[str, Any]) -> Callable[[Any], Tensor]:
-    """A loss of the network's output; language models have theirs in chunks."""
-    x = resolve(model, **options)[1].example(batch).cuda()
-    if x.is_floating_point():
-        target = torch.randint(1000, (batch,), device="cuda")
-        return lambda net: F.cross_entropy(net(x).float(), target)
-    return lambda net: net.loss(net(x), x)
-
-
-class Network:
-    """A model, how it is run, and what its loss needs."""
-
-    def __init__(self, setting: str, method: str, compiled: bool) -> None:
-        name, options, batch = SETTINGS[setting]
-        backward = "store" if method == "torch checkpoint" else method
-        chain = rd.create_model(
-            name, device="cuda", dtype=torch.bfloat16, backward=backward, **options
-        )
-        chain.check_every = 0
-        self.parameters = list(chain.parameters())
-        if compiled:
-            chain.compile(dynamic=False)
-        if issubclass(resolve(name)[0].options, Language):
-            self.loss = rd.ChunkedCrossEntropy(chain[-1], chunk=2048)
-            chain = chain[:-1]
-        self.run: Any = chain
-        if method == "torch checkpoint":
-            self.run = Checkpointed(chain, 1 if "net" in name else 2, compiled)
-        self._make_loss = make_loss(name, batch, options)
-
-    def __call__(self, x: Any) -> Any:
-        return self.run(x)
-
-    def step(self) -> Tensor:
-        """Forward and backward."""
-        for each in self.parameters:
-            each.grad = None
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = self._make_loss(self)
-        loss.backward()
-        return loss
+def make_step(setting: str, method: str, compiled: bool) -> Step:
+    """Forward and backward of a setting by a method."""
+    name, options, batch = SETTINGS[setting]
+    step = Step(name, batch, torch.device("cuda"), compiled=compiled, **options)
+    if method == "torch checkpoint":
+        step.body = Checkpointed(step.body, 1 if "net" in name else 2, compiled)
+    else:
+        step.body.backward = method
+    return step
 
 
 def measure(
     setting: str, compiled: bool, hows: list[str], methods: list[str], rounds: int
 ) -> list[dict[str, Any]]:
     """Time all methods in turn, called and then captured; return a row for each."""
-    networks = {}
     rows: list[dict[str, Any]] = []
-    steps: dict[str, dict[str, Step]] = {how: {} for how in hows if ("compiled" in how) == compiled}
+    runs: dict[str, dict[str, Run]] = {how: {} for how in hows if ("compiled" in how) == compiled}
     for method in methods:
-        networks[method] = network = Network(setting, method, compiled)
-        for how, found in steps.items():
-            row, found[method] = _prepare(network, how, method)
+        step = make_step(setting, method, compiled)
+        for how, found in runs.items():
+            row, found[method] = _prepare(step, how, method)
             rows.append({"setting": setting, "how": how, "method": method, **row})
-    times = {how: take_turns(found, rounds) for how, found in steps.items()}
+    times = {how: take_turns(found, rounds) for how, found in runs.items()}
     for row in rows:
         ordered = sorted(times[row["how"]][row["method"]])
         row["ms"] = median(ordered)
@@ -155,37 +118,34 @@ def measure(
     return rows
 
 
-def _prepare(network: Network, how: str, method: str) -> tuple[dict[str, Any], Step]:
-    """Warm up or capture; return what of memory and work there is to tell, and the step."""
+def _prepare(step: Step, how: str, method: str) -> tuple[dict[str, Any], Run]:
+    """Warm up or capture; return what of memory and work there is to tell, and what to time."""
     row: dict[str, Any] = {}
-    _let_go(network)
+    _let_go(step)
     if "captured" in how:
         reserved = torch.cuda.memory_reserved()
-        nothing = torch.zeros((), device="cuda")
-        captured = rd.capture(lambda _: network.step(), nothing)
+        run = step.captured()
         torch.cuda.empty_cache()
         row["reserved"] = torch.cuda.memory_reserved() - reserved
-        return row, lambda: captured(nothing)
+        return row, run
     for _ in range(10 if method == "auto" else 3):
-        network.step()
+        step.run()
         torch.cuda.synchronize()
-    _let_go(network)
+    _let_go(step)
     base = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    network.step()
+    step.run()
     row["allocated"] = torch.cuda.max_memory_allocated() - base
     if how == "eager":
         with FlopCounterMode(display=False) as counter:
-            network.step()
+            step.run()
         row["gflop"] = counter.get_total_flops() / 1e9
-    return row, network.step
+    return row, step.run
 
 
-def _let_go(network: Network) -> None:
-    for each in network.parameters:
-        each.grad = None
-    gc.collect()
-    torch.cuda.empty_cache()
+def _let_go(step: Step) -> None:
+    step.chain.zero_grad()
+    let_go()
 
 
 def measure_depths(methods: list[str]) -> list[dict[str, Any]]:
@@ -194,23 +154,24 @@ def measure_depths(methods: list[str]) -> list[dict[str, Any]]:
     for depth in (12, 24, 48, 96):
         SETTINGS[f"S{depth}/16"] = ("rev_vit_small", {"depth": depth}, 16)
         for method in methods:
-            network = Network(f"S{depth}/16", method, compiled=False)
-            row, _ = _prepare(network, "compiled", method)  # nothing to count
-            row["activations"] = row["allocated"] - sum(each.nbytes for each in network.parameters)
+            step = make_step(f"S{depth}/16", method, compiled=False)
+            row, _ = _prepare(step, "compiled", method)  # nothing to count
+            weights = sum(each.nbytes for each in step.chain.parameters())
+            row["activations"] = row["allocated"] - weights
             rows.append({"setting": f"S{depth}/16", "how": "depth", "method": method, **row})
     return rows
 
 
-def take_turns(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+def take_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each step, a few at a time, in rounds."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
-        for name, step in steps.items():
+        for name, run in runs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            step()
+            run()
             start.record()
             for _ in range(3):
-                step()
+                run()
             end.record()
             end.synchronize()
             times[name].append(start.elapsed_time(end) / 3)
@@ -244,7 +205,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.rounds} rounds")
     # The workspaces of cuBLAS stay: one for every CUDA stream. None of the methods should pay them.
     SETTINGS["nothing"] = ("rev_vit_tiny", {"depth": 1}, 2)
-    _prepare(Network("nothing", "overlap", compiled=False), "captured", "overlap")
+    _prepare(make_step("nothing", "overlap", compiled=False), "captured", "overlap")
     found: list[dict[str, Any]] = []
 
     def keep(rows: list[dict[str, Any]]) -> None:

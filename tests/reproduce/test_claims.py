@@ -34,7 +34,7 @@ def test_all_recipes_of_a_claim_see_as_many_samples_an_update_unless_it_asks():
 def test_equal_trainings_have_one_name_and_others_another():
     """So claims may share a folder, and what they have in common is trained once."""
     seen = {}
-    for name in ("methods", "microbatch", "accumulate", "lookahead", "latency", "quality"):
+    for name in ("methods", "microbatch", "accumulate", "lookahead", "latency", "rate", "quality"):
         for each in get_claim(name).runs:
             assert seen.setdefault(each.name, each) == each
 
@@ -51,6 +51,7 @@ def test_names_of_runs_say_what_is_other_than_usual():
     assert short("petra").name == "petra-64x2"
     assert short("petra", 16, 8, lookahead="momentum").name == "petra-16x8-ahead"
     assert short("petra", latency=4).name == "petra-64x2-latency-4"
+    assert short("store", lr=0.025).name == "store-64x2-lr-0.025"
 
 
 def test_some_runs_more_seeds_and_fields_for_all():

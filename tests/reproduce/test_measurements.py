@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import redivider as rd
+from redivider.compiled import CompiledArithmetic
 from redivider.reproduce import limits, sweep
 from redivider.reproduce.limits import largest, step_fits
 from redivider.reproduce.steps import Step
@@ -43,6 +44,13 @@ def test_a_step_has_the_gradients_of_any_way(model):
         assert torch.equal(one, again), "gradients are new in each step"
         assert torch.allclose(one, other, rtol=0.05, atol=0.02)  # bf16
     assert not any(each.is_meta for each in step.chain.buffers())
+
+
+def test_a_compiled_step_is_compiled_where_it_is_run():
+    step = Step("rev_roberta_base", 3, CPU, compiled=True, **SMALL, vocabulary=300, context=16)
+    assert isinstance(step.body.arithmetic, CompiledArithmetic)  # of the slice before the loss
+    couplings = [unit for unit in step.body if isinstance(unit, rd.Coupling)]
+    assert couplings and all(unit.f._compiled_call_impl is not None for unit in couplings)
 
 
 def test_weights_are_drawn_as_usual_wherever_they_are():

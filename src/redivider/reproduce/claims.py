@@ -40,6 +40,8 @@ def short(method: Method, microbatch: int = 64, accumulate: int = 2, **changes: 
         told.append("ahead")
     if changes.get("latency", 1) > 1:
         told.append(f"latency-{changes['latency']}")
+    if "lr" in changes:
+        told.append(f"lr-{changes['lr']:g}")
     return replace(
         base,
         **{
@@ -156,6 +158,15 @@ CLAIMS = (
         "latency",
         "what slow links cost in accuracy",
         tuple(short("petra", latency=ticks) for ticks in (1, 2, 4)),
+    ),
+    Claim(
+        "rate",
+        "smaller steps win back what delay costs, but cost something themselves",
+        tuple(
+            short(method, **changes)
+            for changes in ({}, {"lr": 0.025}, {"lr": 0.0125})
+            for method in ("petra", "store")
+        ),
     ),
     Claim(
         "quality",

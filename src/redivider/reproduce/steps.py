@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redivider.captured import capture
 from redivider.chain import Chain
 from redivider.models.catalogue import create_model, resolve
 from redivider.models.cross_entropy import ChunkedCrossEntropy
@@ -25,6 +26,7 @@ class Step:
         batch: Samples.
         device: Where.
         dtype: Of the weights.
+        compiled: Whether units are compiled.
         **options: Of the model.
     """
 
@@ -35,32 +37,41 @@ class Step:
         device: torch.device,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        compiled: bool = False,
         **options: Any,
     ) -> None:
         made_for = resolve(model, **options)[1]
         self.device = device
         self.chain = _make(model, device, dtype, options)
+        if compiled:
+            self.chain.compile(dynamic=False)
         with device:  # large batches take the CPU a while to draw
             self.x = made_for.example(batch)
         self.loss: Callable[[Tensor], Tensor] = self._classify
-        self._body = self.chain
+        self.body: Any = self.chain
+        """What comes before the loss."""
         if isinstance(made_for, Language):
             chunked = ChunkedCrossEntropy(self.chain[-1], chunk=2048)
-            self.loss, self._body = (lambda y: chunked(y, self.x)), self.chain[:-1]
+            self.loss, self.body = (lambda y: chunked(y, self.x)), self.chain[:-1]
         else:
             self._labels = torch.randint(made_for.num_classes, (batch,), device=device)
-        for each in (self.chain, self._body):
-            each.check_every = 0
+        self.body.check_every = 0
 
-    def run(self, backward: str) -> Tensor:
-        """Do it once, in one way; the gradients are new."""
-        self._body.backward = backward
-        for each in self.chain.parameters():
-            each.grad = None
+    def run(self, backward: str | None = None) -> Tensor:
+        """Do it once, in one way if it is told; the gradients are new."""
+        if backward is not None:
+            self.body.backward = backward
+        self.chain.zero_grad()
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self.loss(self._body(self.x))
+            loss = self.loss(self.body(self.x))
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
+
+    def captured(self, backward: str | None = None) -> Callable[[], Tensor]:
+        """The same as a CUDA graph."""
+        nothing = torch.zeros((), device=self.device)
+        captured = capture(lambda _: self.run(backward), nothing)
+        return lambda: captured(nothing)
 
     def _classify(self, scores: Tensor) -> Tensor:
         return F.cross_entropy(scores.float(), self._labels)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redivider.captured import capture
 from redivider.reproduce.steps import Rows, Step, is_short_of_memory, let_go
 
 NAMES = (
@@ -68,12 +67,10 @@ def _time(model: str, batch: int, device: torch.device, **options: Any) -> dict[
 
 def _ready(step: Step, way: str) -> Callable[[], Tensor]:
     """The step in one way, captured where that can be."""
-    if step.device.type != "cuda":
-        step.run(way)
-        return lambda: step.run(way)
-    nothing = torch.zeros((), device=step.device)
-    captured = capture(lambda _: step.run(way), nothing)
-    return lambda: captured(nothing)
+    if step.device.type == "cuda":
+        return step.captured(way)
+    step.run(way)
+    return lambda: step.run(way)
 
 
 def _milliseconds(step: Callable[[], Tensor], device: torch.device) -> float:

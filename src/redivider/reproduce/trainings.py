@@ -134,7 +134,11 @@ def _told(recipe: dict[str, Any]) -> dict[str, Any]:
 def _by_stage(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Samples of gradient quality, without what is the same in all of them."""
     wanted = ("microbatch", "stage", "cosine", "ratio", "cosine_to_delayed", "rebuilt_error")
-    return [{key: row[key] for key in wanted} for row in rows]
+    return [{key: _rounded(row[key]) for key in wanted} for row in rows]
+
+
+def _rounded(value: float | None) -> float | None:
+    return round(value, 5) if isinstance(value, float) else value
 
 
 def _text(value: Any) -> str:

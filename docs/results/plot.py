@@ -1,0 +1,124 @@
+"""Pictures of the results beside this file, drawn from their lines of JSON.
+
+python docs/results/plot.py  # needs matplotlib
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib import ticker
+
+HERE = Path(__file__).parent
+NUM_STAGES = 10  # of RevNet-18, one for each block
+Row = dict[str, Any]
+plt.rcParams |= {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "redivider",
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def read(name: str) -> list[Row]:
+    """The runs of a file that came to something."""
+    lines = (HERE / f"{name}.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "failed" not in row]
+
+
+def percent(row: Row) -> float:
+    """How many of the test images were told at the end."""
+    return 100 * float(row["last"])
+
+
+def num_in_flight(row: Row) -> int:
+    """Samples that have entered between a sample's forward and backward in the first stage."""
+    return int(2 * (NUM_STAGES - 1) * row["latency"] * row["microbatch"])
+
+
+def draw_short(rows: list[Row]) -> None:
+    """RevNet-18 in 20 epochs: by method, and by what is in flight."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+    usual = [row for row in rows if row["run"] == f"{row['method']}-64x2"]
+    for row in sorted(usual, key=percent, reverse=True):
+        epochs, _, scores = zip(*row["curve"], strict=True)
+        label = f"{row['method']} {percent(row):.1f}"
+        left.plot(epochs, [100 * each for each in scores], label=label, linewidth=1.3)
+    left.set(xlabel="epochs", ylabel="test accuracy (%)", ylim=(60, 93))
+    left.set_title("by method, micro-batches of 64", fontsize=10)
+    left.xaxis.set_major_locator(ticker.MultipleLocator(5))
+    left.legend(fontsize=7, loc="lower right")
+    swept = [row for row in rows if row["microbatch"] * row["accumulate"] == 128]
+    swept = [row for row in swept if row["epochs"] == 20 and not row["lookahead"]]
+    petra = sorted((row for row in swept if row["method"] == "petra"), key=num_in_flight)
+    right.plot([*map(num_in_flight, petra)], [*map(percent, petra)], "o-", label="petra")
+    for row in petra:
+        late = f", latency {row['latency']}" if row["latency"] > 1 else ""
+        right.annotate(
+            f"{row['microbatch']}{late}",
+            (num_in_flight(row), percent(row)),
+            textcoords="offset points",
+            xytext=(-4, -12),
+            ha="right",
+            fontsize=7,
+        )
+    stored = next(row for row in usual if row["method"] == "store")
+    right.axhline(percent(stored), color="tab:gray", linestyle="--", label="backprop at 64")
+    right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    right.set(xlabel="samples in flight", ylabel="test accuracy (%)")
+    right.set_title("PETRA by micro-batch, 128 samples an update", fontsize=10)
+    right.legend(fontsize=7, loc="lower left")
+    save(figure, "short")
+
+
+def draw_quality(rows: list[Row]) -> None:
+    """Cosines of PETRA's gradients to backprop's, by stage and time, for each k."""
+    probed = sorted((row for row in rows if "quality" in row), key=lambda row: row["accumulate"])
+    figure, axes = plt.subplots(
+        1, len(probed), figsize=(4.2 * len(probed), 3.2), sharey=True, squeeze=False
+    )
+    for axis, row in zip(axes.flat, probed, strict=True):
+        times = sorted({each["microbatch"] for each in row["quality"]})
+        grid = [[0.0] * len(times) for _ in range(NUM_STAGES)]
+        for each in row["quality"]:
+            grid[each["stage"]][times.index(each["microbatch"])] = each["cosine"]
+        width = times[1] - times[0]
+        shown = axis.imshow(
+            grid,
+            vmin=0,
+            vmax=1,
+            aspect="auto",
+            origin="lower",
+            extent=(times[0] - width / 2, times[-1] + width / 2, -0.5, NUM_STAGES - 0.5),
+        )
+        for stage, cosines in enumerate(grid):
+            for time, cosine in zip(times, cosines, strict=True):
+                ink = "black" if cosine > 0.8 else "white"
+                axis.text(
+                    time, stage, f"{cosine:.2f}", ha="center", va="center", fontsize=5, color=ink
+                )
+        axis.grid(visible=False)
+        axis.yaxis.set_major_locator(ticker.MultipleLocator(1))
+        axis.set(xlabel="micro-batches", title=f"k = {row['accumulate']}")
+    axes.flat[0].set_ylabel("stage (0: the first)")
+    figure.colorbar(shown, ax=axes, label="cosine to backprop's gradient")
+    save(figure, "quality", tight=False)
+
+
+def save(figure: Any, name: str, *, tight: bool = True) -> None:
+    """Write a picture."""
+    if tight:
+        figure.tight_layout()
+    figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    draw_short(read("short"))
+    draw_quality(read("short"))
