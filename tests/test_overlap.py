@@ -161,6 +161,48 @@ def node_chain(depth, backward):
     return rd.Chain(units, backward=backward).double()
 
 
+class Joint(torch.autograd.Function):
+    """The same with stand-ins for both streams, which the compiler makes of a coupling's f.
+
+    As its code does, the backward writes what it returns into what the forward has saved.
+    """
+
+    compiled_bw = True
+
+    @staticmethod
+    def forward(ctx, a, w):
+        y = torch.tanh(F.linear(a, w))
+        ctx.save_for_backward(a, w, y.clone())
+        ctx.mark_non_differentiable(y)
+        return y, torch.empty_like(a), torch.empty_like(a)
+
+    @staticmethod
+    def backward(ctx, _, dc, da):
+        a, w, y = ctx.saved_tensors
+        dz = y.square_().neg_().add_(1).mul_(dc)
+        dw, through_f = dz.flatten(0, -2).T @ a.flatten(0, -2), dz @ w
+        return dz.copy_(through_f).add_(da), dw
+
+
+class CompiledNode:
+    def __init__(self, module):
+        self.module = module
+
+    def __call__(self, a):
+        return self.module._call_impl(a)
+
+    def run_joint(self, a):
+        return Joint.apply(a, self.module.weight)
+
+
+def joint_chain(depth, backward):
+    chain = node_chain(depth, backward)
+    for unit in chain:
+        if isinstance(unit, rd.Coupling):
+            unit.f._compiled_call_impl = CompiledNode(unit.f)
+    return chain
+
+
 def mixed_chain(depth, backward):
     chain = token_chain(depth, backward)
     for unit in list(chain)[3:-2:3]:
@@ -178,6 +220,7 @@ def forgetful_chain(depth, backward):
 CHAINS = {
     "token": lambda *args: token_chain(*args),
     "node": node_chain,
+    "joint": joint_chain,
     "mixed": mixed_chain,
     "forgetful": forgetful_chain,
 }
