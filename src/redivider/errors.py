@@ -1,7 +1,6 @@
 """Errors that say which unit they come from."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 
 class UnitError(ValueError):
@@ -23,13 +22,25 @@ class ChangedError(RuntimeError):
     """Something that the backward needs was changed since the forward."""
 
 
-@contextmanager
-def naming(unit: str) -> Iterator[None]:
-    """Put the unit's name before our own errors, and beside everyone else's."""
-    try:
-        yield
-    except (UnitError, ChangedError) as error:
-        raise type(error)(f"{unit}: {error}") from error.__cause__
-    except Exception as error:
-        error.add_note(f"in {unit}")
-        raise
+class naming:
+    """Put the unit's name before our own errors, and beside everyone else's.
+
+    Entered twice for every unit of a step: as a generator it would take longer.
+    """
+
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, UnitError | ChangedError):
+            raise type(error)(f"{self._unit}: {error}") from error.__cause__
+        if isinstance(error, Exception):
+            error.add_note(f"in {self._unit}")

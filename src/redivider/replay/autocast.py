@@ -1,7 +1,8 @@
 """Autocast as it was: a second run casts where the first one did, and nowhere else."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -30,16 +31,19 @@ class Autocast:
         enabled, dtype = self.settings.get(self._kind, (False, None))
         return dtype if enabled else None
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> AbstractContextManager[Any]:
         """Enter the same settings, without a cache: see `uncached_casts`."""
-        with ExitStack() as stack:
-            for kind, (enabled, dtype) in self.settings.items():
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(
-                        torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
-                    )
-            yield
+        found = [
+            torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
+            for kind, (enabled, dtype) in self.settings.items()
+            if enabled or torch.is_autocast_enabled(kind)
+        ]
+        if len(found) < 2:
+            return found[0] if found else nullcontext()
+        stack = ExitStack()
+        for each in found:
+            stack.enter_context(each)
+        return stack
 
 
 @contextmanager

@@ -7,7 +7,7 @@ statistics have a rule of their own (statistics.py) and do not count here.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -65,9 +65,12 @@ class Buffers:
         """Take values that were saved, and trust the others to be what they were."""
         self.before, self._rest = before, {}
 
-    @contextmanager
-    def again(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+    def again(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Put the old values in place: copies of what the second run may change."""
+        return self._in_place(modules) if self.before or self._rest else nullcontext()
+
+    @contextmanager
+    def _in_place(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         now = _buffers(modules)
         for slot, (buffer, version) in self._rest.items():
             if buffer._version != version:

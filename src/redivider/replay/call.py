@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from redivider.errors import UnitError
@@ -275,25 +275,20 @@ def _verify_unsharded(modules: Sequence[nn.Module]) -> None:
 
 def _verify_leaves(output: Any, leaves: Sequence[Tensor]) -> None:
     known = {id(leaf if leaf._base is None else leaf._base) for leaf in leaves}
-    for leaf in _reached_leaves(output):
-        if id(leaf) not in known:
+    queue: list[Any] = [each.grad_fn for each in _tensors(output)]
+    seen = {None, *queue}
+    while queue:
+        node = queue.pop()
+        following = node.next_functions if node is not None else ()
+        for after, _ in following:
+            if after not in seen:
+                seen.add(after)
+                queue.append(after)
+        # Asking for what is not there takes long, and only ends can have it.
+        leaf = None if following else getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
             raise UnitError(
                 f"f depends on a tensor of shape {tuple(leaf.shape)} that requires grad and is "
                 "neither an argument nor a parameter of f, so its gradient would be lost; make it "
                 "a parameter of f, or pass it as a keyword that the unit takes"
             )
-
-
-def _reached_leaves(output: Any) -> Iterator[Tensor]:
-    roots = [each.grad_fn for each in _tensors(output)]
-    queue: list[Node] = [root for root in roots if root is not None]
-    seen = set(queue)
-    while queue:
-        node = queue.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        for after, _ in node.next_functions:
-            if after is not None and after not in seen:
-                seen.add(after)
-                queue.append(after)

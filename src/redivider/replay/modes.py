@@ -1,7 +1,7 @@
 """Training and evaluation flags as they were."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import nn
 
@@ -12,13 +12,13 @@ class Modes:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.flags = tuple(each.training for each in modules)
 
-    @contextmanager
-    def again(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+    def again(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Set the flags, then put them back."""
         now = Modes(modules)
-        if now.flags == self.flags:
-            yield
-            return
+        return nullcontext() if now.flags == self.flags else self._instead_of(now, modules)
+
+    @contextmanager
+    def _instead_of(self, now: "Modes", modules: Sequence[nn.Module]) -> Iterator[None]:
         self._apply(modules)
         try:
             yield

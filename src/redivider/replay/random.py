@@ -10,7 +10,7 @@ run the numbers of a seed, and keeps nothing else.
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -47,8 +47,11 @@ class Draws(Randomness):
             if not torch.equal(state, _get_state(device))
         }
 
+    def again(self) -> AbstractContextManager[None]:
+        return self._drawn_again() if self._before else nullcontext()
+
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def _drawn_again(self) -> Iterator[None]:
         with _kept_states(self._before):
             for device, state in self._before.items():
                 _set_state(device, state)

@@ -5,7 +5,7 @@ running ones. A second run on the same batch must do the first without the secon
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,14 @@ def counting_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
     ]
 
 
-@contextmanager
-def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
+def statistics_untouched(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Normalise by the batch, and leave the running statistics as they are."""
     layers = counting_layers(modules)
+    return _untouched(layers) if layers else nullcontext()
+
+
+@contextmanager
+def _untouched(layers: Sequence[nn.Module]) -> Iterator[None]:
     flags = [(each, each.track_running_stats) for each in layers if _heeds(each)]
     real = [(each, dict(each._buffers)) for each in layers if not _heeds(each)]
     for layer, _ in flags:
@@ -47,15 +51,20 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
             layer._buffers.update(buffers)
 
 
-@contextmanager
-def statistics_counted(modules: Sequence[nn.Module]) -> Iterator[None]:
+def statistics_counted(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Update the running statistics, and count the batch in all layers at once.
 
     Each layer would launch a kernel to add one to its own counter.
     """
+    layers = counting_layers(modules)
+    return _counted(layers) if layers else nullcontext()
+
+
+@contextmanager
+def _counted(counting: Sequence[nn.Module]) -> Iterator[None]:
     layers = [
         (each, each._buffers["num_batches_tracked"])
-        for each in counting_layers(modules)
+        for each in counting
         # With no momentum it averages over all batches, and needs their number while it runs.
         if _heeds(each)
         and each.track_running_stats

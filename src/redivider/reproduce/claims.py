@@ -113,6 +113,7 @@ def _transformers() -> Iterator[Claim]:
     )
 
 
+_RATES: tuple[dict[str, Any], ...] = ({}, {"lr": 0.025}, {"lr": 0.0125})
 CLAIMS = (
     *_full(),
     Claim(
@@ -162,11 +163,7 @@ CLAIMS = (
     Claim(
         "rate",
         "smaller steps win back what delay costs, but cost something themselves",
-        tuple(
-            short(method, **changes)
-            for changes in ({}, {"lr": 0.025}, {"lr": 0.0125})
-            for method in ("petra", "store")
-        ),
+        tuple(short(method, **changes) for changes in _RATES for method in ("petra", "store")),
     ),
     Claim(
         "quality",
