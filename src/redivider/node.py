@@ -26,6 +26,8 @@ class Kept(ABC):
     """The unit's index and name, for errors."""
     ahead: Overlap | None = None
     """What prepares units before their turn, if anything does."""
+    is_compiled = False
+    """Whether what it runs again is one node of the compiler's."""
 
     @abstractmethod
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -66,6 +68,7 @@ class KeptInput(Kept):
 
     def __init__(self, name: str, call: Call, *, with_graph: bool) -> None:
         self.name = name
+        self.is_compiled = call.is_compiled
         self._call = call
         self._with_graph = with_graph
         self._record: Record
@@ -135,6 +138,10 @@ class _Job:
         self.key = ctx.kept
         self._ctx = ctx
         self._needs = ctx.needs_input_grad[1:]
+
+    @property
+    def is_compiled(self) -> bool:
+        return bool(self.key.is_compiled)
 
     def prepare(self, *, flows: bool = True) -> Any:
         with naming(self.key.name):

@@ -8,7 +8,7 @@ B(i) may run side by side, and autograd runs B(i) on the CUDA stream where R(i) 
     lane 1, beside it:          R(2) | B(2) R(0) | .... B(0)
 
 A compiled module is one node, which can be called anywhere (replay/compiled_node.py); then all B
-run on the caller's lane and all R but the first on the other.
+run on the caller's lane and all R on the other.
 
 Order comes from events, so the host never waits. Lifetime comes from references: a tensor that one
 lane made and the other one reads is let go only when the first one has waited for the reader.
@@ -32,6 +32,10 @@ class Job(Protocol):
     @property
     def key(self) -> Any:
         """What tells it from others."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether B can probably run anywhere."""
 
     def prepare(self) -> Any:
         """R: run the unit again."""
@@ -107,9 +111,7 @@ class Overlap:
 
         Gradients are ready on the caller's stream when this is called, and when it returns.
         """
-        ready = self._ready.pop(this.key, None)
-        if ready is None:
-            ready = self._begin(this)
+        ready = self._ready.pop(this.key, None) or self._begin(this, alone=before is None)
         lanes, own = self._lanes, ready.lane if this.is_bound(ready.prepared) else MAIN
         arrived = lanes.mark(MAIN)  # the gradients; what is prepared on this lane comes behind
         if before is not None:
@@ -138,12 +140,19 @@ class Overlap:
             self._held.clear()
         return found
 
-    def _begin(self, job: Job) -> _Ready:
-        """Prepare the first one of a backward, which nobody has prepared."""
+    def _begin(self, job: Job, *, alone: bool) -> _Ready:
+        """Prepare the first one of a backward, which nobody has prepared.
+
+        There is nothing to run it beside. But where all others will be prepared on the side lane,
+        this one's graph would be the only one in the main lane's memory, which would stay larger.
+        """
         self.end()
         self._lanes = self._make_lanes()
         torch.autograd.Variable._execution_engine.queue_callback(self.end)
-        return _Ready(job.prepare(), MAIN, self._lanes.mark(MAIN))
+        if job.is_compiled and not alone:
+            self._prepare(job, SIDE, self._lanes.mark(MAIN))
+        ready = self._ready.pop(job.key, None)
+        return ready or _Ready(job.prepare(), MAIN, self._lanes.mark(MAIN))
 
     def _prepare(self, job: Job, lane: Lane, after: Any) -> None:
         self._lanes.wait(lane, after)

@@ -195,6 +195,7 @@ class _KeptNothing(Kept):
     def __init__(self, row: Row, index: int, call: Call) -> None:
         self.name = row.names[index]
         self.ahead = row.ahead
+        self.is_compiled = call.is_compiled
         self._row = row
         self._index = index
         self._call = call

@@ -59,6 +59,11 @@ class Call:
         return cls(anatomy, others, spec), [*tensors, *anatomy.parameters]
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether the module runs as the compiler made it."""
+        return self.module._compiled_call_impl is not None
+
+    @property
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order in which they end the list of tensors."""
         return self._anatomy.parameters
@@ -79,8 +84,7 @@ class Call:
         """
         # A compiled module draws other random numbers than a plain one, so its first run must be
         # compiled as well; what it depends on is verified in the second.
-        is_compiled = self.module._compiled_call_impl is not None
-        if with_graph or not (is_compiled or self.module in _verified):
+        if with_graph or not (self.is_compiled or self.module in _verified):
             needs = [each.requires_grad for each in tensors]
             # Nothing will be asked of this graph.
             with saved_tensors_hooks(_forget, _forget):
