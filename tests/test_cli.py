@@ -52,3 +52,10 @@ def test_giants_take_no_memory(capsys):
     assert main(["models", "rev_vit_giant"]) == 0
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 500_000, f"its weights alone would take 4,056,000 KiB; it took {grown}"
+
+
+def test_it_tells_its_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("redivider 0.")

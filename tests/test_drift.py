@@ -109,6 +109,10 @@ def test_values_that_are_not_numbers_do_not_pass_for_small_drift():
             Breaks.calls += 1
             return x * (torch.nan if Breaks.calls > 2 else 1.0)
 
+    made = chain(Breaks, depth=2, dtype=torch.float32)
+    with pytest.warns(rd.DriftWarning, match="are not finite.* look at the input, the loss and"):
+        made(torch.randn(8, 16, requires_grad=True)).sum().backward()
+    Breaks.calls = 0
     assert train(chain(Breaks, depth=2, dtype=torch.float32), 1, torch.float32) == [1]
 
 

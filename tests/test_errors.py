@@ -19,6 +19,32 @@ class Changes(nn.Module):
         return self.change(self.linear(x))
 
 
+def test_settings_of_a_chain_are_checked_whenever_they_are_set():
+    chain = rd.Chain([rd.Duplicate(), rd.Coupling(MLP(8)), rd.Fuse()])
+    with pytest.raises(ValueError, match=r"backward must be one of 'store', .* got 'foo'"):
+        chain.backward = "foo"
+    with pytest.raises(ValueError, match=r"arithmetic must be one of .* got 'foo'"):
+        chain.arithmetic = "foo"
+    chain.arithmetic = "fixed"
+    assert chain.arithmetic.exact and chain.backward == "reverse"
+    for name, value in (("check_every", 1.5), ("check_every", -1), ("drift_tolerance", "a")):
+        with pytest.raises(ValueError, match=f"{name} must be 0"):
+            rd.Chain([rd.Duplicate()], **{name: value})
+
+
+def test_streams_must_be_floating_point():
+    chain = rd.Chain([rd.Duplicate(), rd.Coupling(nn.Identity())])
+    with pytest.raises(ValueError, match=r"unit 1.*must be floating point, got int64 \(4,\)"):
+        chain(torch.arange(4))
+
+
+def test_a_hook_that_drops_the_second_argument_is_told_of_it():
+    chain = rd.Chain([rd.Duplicate(), rd.Coupling(MLP(8)), rd.Fuse()])
+    chain[1].register_forward_pre_hook(lambda module, args: args[:1])
+    with pytest.raises(ValueError, match=r"pre-hook on a coupling took arguments away: .* or None"):
+        chain(torch.randn(5, 8))
+
+
 CHANGES = {
     "shape": (lambda y: y[..., :4], r"float32 \(5, 8\) on cpu into float32 \(5, 4\) on cpu"),
     "broadcast": (lambda y: y.sum(-1, keepdim=True), r"into float32 \(5, 1\)"),

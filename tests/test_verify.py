@@ -23,6 +23,16 @@ def test_check_gradients_passes_what_is_right(backward):
     assert chain.backward == backward
 
 
+def test_under_autocast_gradients_may_differ_as_its_precision_does():
+    chain = rd.create_model("rev_vit_tiny", image_size=32, patch_size=4, num_classes=10, seed=0)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = rd.check_gradients(chain, x)
+        assert 1e-3 < found.worst <= 5e-2
+        with pytest.raises(ValueError, match=r"more than 1.0e-03"):
+            rd.check_gradients(chain, x, tolerance=1e-3)
+
+
 def test_check_gradients_takes_keywords_and_pairs():
     couplings = [rd.Coupling(Attention(8), takes=("mask",)) for _ in range(3)]
     chain = rd.Chain(couplings).double()

@@ -64,7 +64,7 @@ def draw_short(rows: list[Row]) -> None:
             f"{row['microbatch']}{late}",
             (num_in_flight(row), percent(row)),
             textcoords="offset points",
-            xytext=(-4, -12),
+            xytext=(-6, 4 if late else -12),
             ha="right",
             fontsize=7,
         )
@@ -73,7 +73,7 @@ def draw_short(rows: list[Row]) -> None:
     right.set_xscale("log", base=2)
     right.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     right.set(xlabel="samples in flight", ylabel="test accuracy (%)")
-    right.set_title("PETRA by micro-batch, 128 samples an update", fontsize=10)
+    right.set_title("PETRA by micro-batch and latency, 128 samples an update", fontsize=10)
     right.legend(fontsize=7, loc="lower left")
     save(figure, "short")
 
@@ -92,7 +92,7 @@ def draw_quality(rows: list[Row]) -> None:
         width = times[1] - times[0]
         shown = axis.imshow(
             grid,
-            vmin=0,
+            vmin=-0.2,
             vmax=1,
             aspect="auto",
             origin="lower",

@@ -84,13 +84,12 @@ class Chain(nn.Module):
         super().__init__()
         if not isinstance(units, Iterable):
             raise TypeError(f"a chain takes a list of units, got one {type(units).__name__}")
-        if backward not in KEEPS:
-            known = ", ".join(map(repr, KEEPS))
-            raise ValueError(f"backward must be one of {known}, got {backward!r}")
-        if check_every < 0:
-            raise ValueError(f"check_every must be 0 (never) or more, got {check_every}")
+        if not isinstance(check_every, int) or check_every < 0:
+            raise ValueError(f"check_every must be 0 (never) or more steps, got {check_every!r}")
+        if not (isinstance(drift_tolerance, int | float) and drift_tolerance >= 0):
+            raise ValueError(f"drift_tolerance must be 0 or more, got {drift_tolerance!r}")
         self.backward = backward
-        self.arithmetic = resolve_arithmetic(arithmetic)
+        self.arithmetic = arithmetic
         self.check_every = check_every
         self.drift_tolerance = drift_tolerance
         self._num_steps = 0
@@ -111,6 +110,27 @@ class Chain(nn.Module):
             self._add(str(name), unit)
         if not self._modules:
             raise ValueError("a chain needs at least one unit")
+
+    @property
+    def backward(self) -> str:
+        """What is kept for the backward, in a word; may be set at any time."""
+        return self._backward
+
+    @backward.setter
+    def backward(self, word: str) -> None:
+        if word not in KEEPS:
+            known = ", ".join(map(repr, KEEPS))
+            raise ValueError(f"backward must be one of {known}, got {word!r}")
+        self._backward = word
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """How residuals are added; may be set, also by name."""
+        return self._arithmetic
+
+    @arithmetic.setter
+    def arithmetic(self, arithmetic: str | Arithmetic) -> None:
+        self._arithmetic = resolve_arithmetic(arithmetic)
 
     def _add(self, name: str, unit: nn.Module) -> None:
         if name in self._modules:

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypedDict
 
@@ -37,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"unknown argument {rest[0]!r}; `redivider {given.command} --help` shows how"
             )
         name = getattr(given, "recipe", None) or getattr(given, "claim", None)
-        if rest and name and words.index(rest[0]) < words.index(name):
+        goes_on = getattr(given, "resume", None) is not None  # which takes neither
+        if rest and name and not goes_on and words.index(rest[0]) < words.index(name):
             raise Usage(f"the name comes first: `redivider {given.command} NAME --field value`")
         status: int = given.run(given, rest)
         sys.stdout.flush()
@@ -62,6 +64,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="redivider", description="Train deep networks without storing their activations."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('redivider')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for run, text in (
         (train, "train by a recipe: `redivider train quickstart`"),

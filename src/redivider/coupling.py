@@ -140,6 +140,8 @@ def verify_streams(streams: Any) -> Streams:
     a, b = streams
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         raise UnitError(f"the streams differ: a is {_describe(a)}, b is {_describe(b)}")
+    if not (a.is_floating_point() or a.is_complex()):
+        raise UnitError(f"streams must be floating point, got {_describe(a)}")
     return a, b
 
 

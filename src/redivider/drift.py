@@ -6,6 +6,7 @@ have random signs, so the difference of the sums is about as long as the error i
 """
 
 import warnings
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -37,13 +38,19 @@ class Drift:
 
     def _judge(self, drift: Tensor) -> None:
         if drift.item() > self._tolerance:
-            warnings.warn(
-                f"{self._where}: the streams rebuilt in the backward differ from those of the "
-                f"forward by {drift.item():.1e} of their norm (tolerance {self._tolerance:.0e}), "
-                f"and the gradients suffer; {self._advice()}",
-                DriftWarning,
-                stacklevel=2,
+            warnings.warn(f"{self._where}: {self._tell(drift.item())}", DriftWarning, stacklevel=2)
+
+    def _tell(self, drift: float) -> str:
+        if not isfinite(drift):
+            return (
+                "streams of the forward or those rebuilt in the backward are not finite, and "
+                "neither are the gradients; look at the input, the loss and the weights"
             )
+        return (
+            "the streams rebuilt in the backward differ from those of the forward by "
+            f"{drift:.1e} of their norm (tolerance {self._tolerance:.0e}), and the gradients "
+            f"suffer; {self._advice()}"
+        )
 
     def _advice(self) -> str:
         if self._tolerance == 0.0:  # on a grid

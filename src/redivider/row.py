@@ -122,7 +122,10 @@ class Row:
     def verify_complete(self) -> None:
         """After the forward: every coupling must have run in this row."""
         if self._next != len(self.names):
-            raise UnitError("a hook on a coupling took away the argument by which it knows its row")
+            raise UnitError(
+                "a forward pre-hook on a coupling took arguments away: in a chain it is given the "
+                "streams and one argument more, and must return both, or None"
+            )
 
     def hand_back(self, index: int, streams: Streams) -> None:
         """In the backward: give the input of this coupling to the one before, as its output."""

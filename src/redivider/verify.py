@@ -18,6 +18,7 @@ from redivider.chain import Chain, taken
 from redivider.coupling import Coupling, Streams, recover, verify_residual
 from redivider.errors import UnitError, naming
 from redivider.replay import Call, Record
+from redivider.replay.autocast import is_autocast_enabled
 from redivider.row import widen_streams
 
 GRADIENT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3}
@@ -89,8 +90,8 @@ def check_gradients(
     Args:
         chain: The chain; its gradients are compared for all parameters and tensors of the input.
         x: Its input.
-        tolerance: What is let pass; unless given 1e-10 for float64, 1e-3 for float32, 5e-2 below,
-            and 0 for an exact arithmetic.
+        tolerance: What is let pass; unless given 1e-10 for float64, 1e-3 for float32, 5e-2 below
+            and under autocast, and 0 for an exact arithmetic.
         **side: Its keywords.
     """
     _verify_chain(chain)
@@ -103,7 +104,9 @@ def check_gradients(
     with _storing(chain):
         true = _gradients(chain, x, side, list(wanted.values()))
     if tolerance is None:
-        dtype = next(iter(wanted.values())).dtype
+        first = next(iter(wanted.values()))
+        casts = is_autocast_enabled(first.device)
+        dtype = torch.get_autocast_dtype(first.device.type) if casts else first.dtype
         tolerance = 0.0 if chain.arithmetic.exact else GRADIENT_TOLERANCE.get(dtype, 5e-2)
     floor = 1e-3 * torch.stack([each.double().norm() for each in true]).norm().item()
     errors = {

@@ -114,13 +114,37 @@ def test_side_inputs_are_checked_before_anything_runs():
 def test_bad_options_are_refused_at_construction():
     for options, message in [
         ({"method": "petri"}, "'petra', 'dsp', .*got 'petri'"),
-        ({"accumulate": 0}, "at least 1, got 0 and 1"),
-        ({"latency": 0}, "at least 1, got 1 and 0"),
+        ({"accumulate": 0}, "accumulate must be a whole number, at least 1, got 0"),
+        ({"accumulate": 1.5}, "accumulate must be a whole number, at least 1, got 1.5"),
+        ({"latency": 0}, "latency must be .* got 0"),
+        ({"latency": "2"}, "latency must be .* got '2'"),
+        ({"clip_norm": -1.0}, "clip_norm must be None or a number above 0, got -1.0"),
+        ({"clip_norm": 0}, "above 0, got 0"),
+        ({"clip_norm": float("nan")}, "above 0, got nan"),
         ({"arithmetic": "exact"}, "'float', 'fixed'"),
         ({"clip_norm": 1.0, "clip_over": "everything"}, 'must be "stage" or "all"'),
     ]:
         with pytest.raises(ValueError, match=message):
             build(**options)
+    for options, message in [
+        ({"loss": None}, "loss must be a function or module of .* got None"),
+        ({"lr_lambda": 0.1}, "lr_lambda must be a function of the update's number, got 0.1"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            build(**options)
+
+
+def test_an_optimizer_must_be_made_for_each_stage():
+    model = build()[0]
+    for optimizer, message in [
+        (SGD(model), r"function that makes one for a stage, such as lambda stage: .* got SGD"),
+        (torch.optim.SGD, "function that makes one for a stage, .* got SGD"),
+        (None, "function that makes one for a stage, .* got NoneType"),
+        (lambda stage: None, "must return a torch.optim.Optimizer, .* got NoneType for stage 0"),
+        (lambda stage: SGD(model), "made for stage 0 has 14 parameters that are not of that stage"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            rd.Pipeline(model, stages=4, loss=F.cross_entropy, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

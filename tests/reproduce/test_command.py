@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from redivider.cli import main
 from redivider.reproduce import sweep
@@ -44,13 +45,17 @@ def test_a_stopped_one_says_how_to_go_on(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("only", [(), ("rev_vit_small",)])
 def test_measurements_write_rows_as_they_come(only, tmp_path, monkeypatch, capsys):
+    words = ["reproduce", "overlap", "--out", str(tmp_path)]
+    if not torch.cuda.is_available():
+        assert main(words) == 2 and "overlap measures a GPU" in capsys.readouterr().err
+    monkeypatch.setattr("redivider.train.machine.resolve_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(sweep, "_time", lambda model, batch, device: {"faster": 1.5})
     more = ["--only", *only] if only else []
-    assert main(["reproduce", "overlap", "--out", str(tmp_path), *more]) == 0
+    assert main([*words, *more]) == 0
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert {row["model"] for row in rows} == set(only or sweep.NAMES)
     monkeypatch.setattr(sweep, "_time", lambda model, batch, device: {"faster": 2.0})
-    assert main(["reproduce", "overlap", "--out", str(tmp_path), "--only", "rev_mvit_base"]) == 0
+    assert main([*words, "--only", "rev_mvit_base"]) == 0
     more = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert {row["model"] for row in more} == {*(only or sweep.NAMES), "rev_mvit_base"}
     again = {row["faster"] for row in more if row["model"] == "rev_mvit_base"}

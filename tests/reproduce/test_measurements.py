@@ -46,6 +46,7 @@ def test_a_step_has_the_gradients_of_any_way(model):
     assert not any(each.is_meta for each in step.chain.buffers())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own
 def test_a_compiled_step_is_compiled_where_it_is_run():
     step = Step("rev_roberta_base", 3, CPU, compiled=True, **SMALL, vocabulary=300, context=16)
     assert isinstance(step.body.arithmetic, CompiledArithmetic)  # of the slice before the loss

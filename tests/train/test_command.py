@@ -137,6 +137,7 @@ def test_a_damaged_checkpoint_is_passed_over(capsys, caplog):
         ("train recipe.json --microbatch 5000", "take a smaller batch"),
         ("train --resume nowhere", "cannot read nowhere/recipe.json"),
         ("train --resume x --out y", "--resume takes the run as it is"),
+        ("train --resume x --lr 0.3", "--resume takes the run as it is"),
         ("report nowhere", "cannot read nowhere/recipe.json"),
         ("compare recipe.json --compare peta", "peta"),
         ("compare recipe.json --compare store store", "names a method twice: store, store"),

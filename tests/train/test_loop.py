@@ -363,3 +363,18 @@ def test_checkpoints_come_by_the_minute(tmp_path, monkeypatch):
     monkeypatch.setattr("redivider.train.loop.time.monotonic", lambda: next(times))
     train(recipe(method="store", save_minutes=1.5), tmp_path / "run")
     assert saved == [20, 40, 46]
+
+
+def test_folders_may_be_strings(tmp_path):
+    folder = str(tmp_path / "run")
+    result = train(recipe(epochs=0.1), folder)
+    assert str(result.folder) == folder and read_run(folder).end
+    with pytest.raises(TrainError, match=r"is there already; .* resume=True"):
+        train(recipe(epochs=0.1), folder)
+
+
+def test_a_comparison_is_not_one_training(tmp_path):
+    both = recipe(compare=("store", "petra"))
+    with pytest.raises(TrainError, match=r"compares store, petra: .*compare=\(\)"):
+        train(both, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

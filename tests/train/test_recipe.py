@@ -107,7 +107,7 @@ def test_every_field_can_be_set_on_the_command_line():
     "words, said",
     [
         (["--epocs", "3"], "no field --epocs; did you mean epochs?"),
-        (["--zzz", "3"], "small --help` lists all"),
+        (["--zzz", "3"], "redivider train quickstart --help` lists all"),
         (["--epochs", "three"], "--epochs: could not convert string to float: 'three'"),
         (["--epochs"], "Missing value for argument '--epochs'"),
         (["--method", "petr"], "invalid choice 'petr'"),
@@ -119,3 +119,14 @@ def test_words_that_set_nothing(words, said):
     with pytest.raises(TrainError) as error:
         override(recipe(), words)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_method_that_is_told_is_trained_by_alone():
+    quickstart = get_recipe("quickstart")
+    assert len(quickstart.compare) > 1
+    for words in ("--method dsp", "--method=dsp"):
+        found = override(quickstart, words.split())
+        assert (found.method, found.compare) == ("dsp", ())
+    both = override(quickstart, "--method dsp --compare store petra".split())
+    assert (both.method, both.compare) == ("dsp", ("store", "petra"))
+    assert override(quickstart, ["--lr", "0.1"]).compare == quickstart.compare

@@ -22,6 +22,7 @@ from redivider.arithmetic import Arithmetic, resolve_arithmetic
 from redivider.chain import Chain, takes_of, verify_keywords
 from redivider.compiled import CompiledArithmetic, compile_units
 from redivider.errors import naming
+from redivider.pipeline.arguments import verify_arguments, verify_optimizer
 from redivider.pipeline.around import Around
 from redivider.pipeline.capturable import reason_against
 from redivider.pipeline.concurrent import Concurrent
@@ -29,7 +30,6 @@ from redivider.pipeline.cut import balance_of, units_of
 from redivider.pipeline.feed import Feed
 from redivider.pipeline.fused import fuse
 from redivider.pipeline.graphs import CudaGraphs
-from redivider.pipeline.lookahead import LOOKAHEADS, verify_lookahead
 from redivider.pipeline.loss import Loss
 from redivider.pipeline.memory import resolve_method
 from redivider.pipeline.packing import Packing
@@ -120,14 +120,16 @@ class Pipeline:
         capture: bool = True,
         example: Any = None,
     ) -> None:
-        if accumulate < 1 or latency < 1:
-            raise ValueError(
-                f"accumulate and latency must be at least 1, got {accumulate} and {latency}"
-            )
-        if clip_over not in ("stage", "all"):
-            raise ValueError(f'clip_over must be "stage" or "all", got {clip_over!r}')
-        if lookahead not in LOOKAHEADS:
-            raise ValueError(f'lookahead must be None or "momentum", got {lookahead!r}')
+        verify_arguments(
+            loss=loss,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            lr_lambda=lr_lambda,
+            latency=latency,
+            lookahead=lookahead,
+            clip_norm=clip_norm,
+            clip_over=clip_over,
+        )
         units = units_of(model)
         self.method = resolve_method(method)
         self.accumulate = accumulate
@@ -156,8 +158,8 @@ class Pipeline:
             stage.module.zero_grad()  # what was left would count as a first backward pass
             if any(each.requires_grad for each in stage.module.parameters()):
                 stage.optimizer = optimizer(stage.module)
+                verify_optimizer(stage.optimizer, stage, lookahead=lookahead is not None)
                 if lookahead:
-                    verify_lookahead(stage.optimizer)
                     stage.ahead = Ahead(accumulate, self._factor)
         self._tick = 0  # since the pipeline was last empty
         self._first = 0  # the micro-batch that entered at tick 0

@@ -32,12 +32,15 @@ def reproduce(
         raise TrainError(f"{claim.name} is measured, not trained: it has no seeds and no fields")
     from redivider.train.machine import resolve_device
 
+    device = resolve_device("auto")
+    if device.type != "cuda":
+        raise TrainError(f"{claim.name} measures a GPU, and there is none here")
     module = import_module(f"redivider.reproduce.{claim.measurement}")
     _verify_names(claim, only, module.NAMES)
     folder.mkdir(parents=True, exist_ok=True)
     rows = {row["run"]: row for row in read_results(folder)}
     for name in only or module.NAMES:
-        for row in module.measure(name, resolve_device("auto"), rows):
+        for row in module.measure(name, device, rows):
             print(row, flush=True)
             rows[row["run"]] = row
             write_rows(list(rows.values()), folder)

@@ -61,7 +61,7 @@ def read_row(folder: Path) -> dict[str, Any]:
     metric, start, end = run.metric, run.start[-1], run.end[-1]
     scores = numbers(run.evaluate, metric)
     epochs, seconds = numbers(run.evaluate, "epoch"), numbers(run.evaluate, "seconds")
-    finite = [each for each in scores if isfinite(each)]
+    finite, held = [each for each in scores if isfinite(each)], run.held("activations")
     if not finite or end[metric] is None:
         return {**_told(run.recipe), "failed": f"the {metric} is not a number"}
     curve = [
@@ -75,7 +75,7 @@ def read_row(folder: Path) -> dict[str, Any]:
         "last": round(end[metric], 5),
         "best": round(max(finite) if metric == "accuracy" else min(finite), 5),
         "seconds": round(end["seconds"], 2),
-        "MiB": round(sum(run.held("activations")) / 2**20, 2),
+        "MiB": round(sum(held) / 2**20, 2) if held else None,
         "device": start["device"],
         "torch": start["torch"],
         "curve": curve,

@@ -46,7 +46,10 @@ def compare(
     """
     if num_processes() > 1:
         raise said_once(
-            TrainError("a comparison runs in one process; train by one method under torchrun")
+            TrainError(
+                "a comparison runs in one process; train by one method under torchrun, such as "
+                "--method petra"
+            )
         )
     recipe = resolved(recipe)
     runs = variants(recipe)

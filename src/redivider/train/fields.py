@@ -8,6 +8,7 @@ from io import StringIO
 
 from redivider.train.errors import TrainError, hint
 from redivider.train.recipe import Recipe
+from redivider.train.recipes import RECIPES
 
 
 def override(recipe: Recipe, arguments: Sequence[str]) -> Recipe:
@@ -22,7 +23,8 @@ def override(recipe: Recipe, arguments: Sequence[str]) -> Recipe:
         if each.startswith("--") and name.removeprefix("no-").partition(".")[0] not in known:
             if name == "help":
                 continue
-            otherwise = f"`redivider train {recipe.name} --help` lists all"
+            known_as = recipe.name if recipe.name in RECIPES else "quickstart"
+            otherwise = f"`redivider train {known_as} --help` lists all"
             close = hint(name, known, otherwise)
             raise TrainError(f"a recipe has no field --{name}; {close.replace(chr(39), '')}")
     given = [_dashed(each) for each in arguments]
@@ -39,8 +41,11 @@ def override(recipe: Recipe, arguments: Sequence[str]) -> Recipe:
                 description="Fields of the recipe, with their values now.",
             )
         if adds:
-            return replace(found, model_options={**recipe.model_options, **found.model_options})
-        return found
+            found = replace(found, model_options={**recipe.model_options, **found.model_options})
+        told = {each.partition("=")[0] for each in given}
+        # Who tells the method wants that one, and not those that the recipe compares.
+        is_one = "--method" in told and "--compare" not in told
+        return replace(found, compare=()) if is_one else found
     except SystemExit as end:
         if not end.code:  # help was asked for
             raise

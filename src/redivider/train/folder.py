@@ -26,7 +26,7 @@ def claim(folder: Path, *, numbered: bool) -> Path:
                 if not numbered:
                     raise TrainError(
                         f"{folder} is there already; take another folder, or go on with a run by "
-                        "--resume"
+                        "--resume (in Python resume=True)"
                     ) from None
                 made, number = folder.with_name(f"{folder.name}-{number}"), number + 1
 

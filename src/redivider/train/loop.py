@@ -53,7 +53,9 @@ class Result:
     seconds: float
 
 
-def train(recipe: Recipe, folder: Path, *, resume: bool = False, numbered: bool = False) -> Result:
+def train(
+    recipe: Recipe, folder: str | Path, *, resume: bool = False, numbered: bool = False
+) -> Result:
     """Train by a recipe.
 
     Args:
@@ -62,22 +64,28 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, numbered: bool 
         resume: Go on with that run.
         numbered: Take a folder with a number instead, if this one is there already.
     """
-    ended = _find_end(folder) if resume else None
+    place = Path(folder)
+    if recipe.compare:
+        raise TrainError(
+            f"{recipe.name} compares {', '.join(recipe.compare)}: redivider.train.compare.compare "
+            "trains by all of them, and dataclasses.replace(recipe, compare=()) by its own method"
+        )
+    ended = _find_end(place) if resume else None
     if ended is not None:
         return ended
     engine = build(resolved(recipe))
     recipe, crew = engine.recipe, engine.crew
     with crew.guarding():
         if not resume and is_restart():
-            found = crew.decide(lambda: _find_begun(folder, numbered))
-            folder, resume = Path(found or folder), bool(found)
-            ended = _find_end(folder) if resume and (folder / LOG).exists() else None
+            found = crew.decide(lambda: _find_begun(place, numbered))
+            place, resume = Path(found or place), bool(found)
+            ended = _find_end(place) if resume and (place / LOG).exists() else None
             if ended is not None:
                 return ended
         if not resume:
-            folder = Path(crew.decide(lambda: str(_begin(recipe, folder, numbered))))
+            place = Path(crew.decide(lambda: str(_begin(recipe, place, numbered))))
         with stopping() as stop:
-            return _train_in(folder, recipe, engine, stop, resume)
+            return _train_in(place, recipe, engine, stop, resume)
 
 
 def _find_end(folder: Path) -> Result | None:

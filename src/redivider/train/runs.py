@@ -59,13 +59,14 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and isfinite(value)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: str | Path) -> Run:
     """Read a run from its folder.
 
     Raises:
         TrainError: A ValueError, if it is not the folder of a run or its log is damaged. The last
             line alone may be: the run was killed while it wrote.
     """
+    folder = Path(folder)
     path = folder / RECIPE
     recipe = _parse(_read(path))
     if recipe is None:

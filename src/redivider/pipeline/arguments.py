@@ -1,0 +1,63 @@
+"""What a pipeline may be given: a mistake is told where it is made, and not some ticks later."""
+
+from math import isfinite
+from typing import Any
+
+import torch
+
+from redivider.pipeline.lookahead import LOOKAHEADS, verify_lookahead
+from redivider.pipeline.stage import Stage
+
+HOW = "lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1)"
+
+
+def verify_arguments(
+    *,
+    loss: Any,
+    optimizer: Any,
+    accumulate: Any,
+    lr_lambda: Any,
+    latency: Any,
+    lookahead: Any,
+    clip_norm: Any,
+    clip_over: Any,
+) -> None:
+    """Refuse what cannot be trained by."""
+    for name, value in (("accumulate", accumulate), ("latency", latency)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
+    if clip_norm is not None and not (
+        isinstance(clip_norm, int | float) and isfinite(clip_norm) and clip_norm > 0
+    ):
+        raise ValueError(f"clip_norm must be None or a number above 0, got {clip_norm!r}")
+    if clip_over not in ("stage", "all"):
+        raise ValueError(f'clip_over must be "stage" or "all", got {clip_over!r}')
+    if lookahead not in LOOKAHEADS:
+        raise ValueError(f'lookahead must be None or "momentum", got {lookahead!r}')
+    if not callable(loss):
+        raise TypeError(f"loss must be a function or module of (output, target), got {loss!r}")
+    if lr_lambda is not None and not callable(lr_lambda):
+        raise TypeError(f"lr_lambda must be a function of the update's number, got {lr_lambda!r}")
+    if not callable(optimizer) or isinstance(optimizer, type):  # a class would not know its rate
+        raise TypeError(
+            f"optimizer must be a function that makes one for a stage, such as {HOW}, got "
+            f"{optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__}"
+        )
+
+
+def verify_optimizer(made: Any, stage: Stage, *, lookahead: bool) -> None:
+    """Refuse what a caller's function has made for a stage, if that is not what trains it."""
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must return a torch.optim.Optimizer, such as {HOW}, got "
+            f"{type(made).__name__} for stage {stage.index}"
+        )
+    own = set(stage.module.parameters())
+    others = [each for group in made.param_groups for each in group["params"] if each not in own]
+    if others:
+        raise ValueError(
+            f"the optimizer made for stage {stage.index} has {len(others)} parameters that are not "
+            f"of that stage; make it of the stage that is passed in: {HOW}"
+        )
+    if lookahead:
+        verify_lookahead(made)
