@@ -38,10 +38,12 @@ def verify_arguments(
         raise TypeError(f"loss must be a function or module of (output, target), got {loss!r}")
     if lr_lambda is not None and not callable(lr_lambda):
         raise TypeError(f"lr_lambda must be a function of the update's number, got {lr_lambda!r}")
-    if not callable(optimizer) or isinstance(optimizer, type):  # a class would not know its rate
+    # torch's own classes take parameters; another's may well take a stage.
+    is_torchs = isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim")
+    if not callable(optimizer) or is_torchs:
         raise TypeError(
             f"optimizer must be a function that makes one for a stage, such as {HOW}, got "
-            f"{optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__}"
+            f"{optimizer.__name__ if is_torchs else type(optimizer).__name__}"
         )
 
 

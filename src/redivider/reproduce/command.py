@@ -32,11 +32,11 @@ def reproduce(
         raise TrainError(f"{claim.name} is measured, not trained: it has no seeds and no fields")
     from redivider.train.machine import resolve_device
 
+    module = import_module(f"redivider.reproduce.{claim.measurement}")
+    _verify_names(claim, only, module.NAMES)
     device = resolve_device("auto")
     if device.type != "cuda":
         raise TrainError(f"{claim.name} measures a GPU, and there is none here")
-    module = import_module(f"redivider.reproduce.{claim.measurement}")
-    _verify_names(claim, only, module.NAMES)
     folder.mkdir(parents=True, exist_ok=True)
     rows = {row["run"]: row for row in read_results(folder)}
     for name in only or module.NAMES:
