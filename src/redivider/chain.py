@@ -18,6 +18,7 @@ overlap.py. Without grad mode every chain runs as plain modules do, and keeps no
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -84,10 +85,12 @@ class Chain(nn.Module):
         super().__init__()
         if not isinstance(units, Iterable):
             raise TypeError(f"a chain takes a list of units, got one {type(units).__name__}")
-        if not isinstance(check_every, int) or check_every < 0:
-            raise ValueError(f"check_every must be 0 (never) or more steps, got {check_every!r}")
-        if not (isinstance(drift_tolerance, int | float) and drift_tolerance >= 0):
-            raise ValueError(f"drift_tolerance must be 0 or more, got {drift_tolerance!r}")
+        every: Any = check_every
+        if not isinstance(every, Integral) or int(every) < 0:
+            raise ValueError(f"check_every must be 0 (never) or more steps, got {every!r}")
+        tolerance: Any = drift_tolerance
+        if not (isinstance(tolerance, Real) and float(tolerance) >= 0):
+            raise ValueError(f"drift_tolerance must be 0 or more, got {tolerance!r}")
         self.backward = backward
         self.arithmetic = arithmetic
         self.check_every = check_every

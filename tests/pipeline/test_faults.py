@@ -1,5 +1,6 @@
 """Bad input and faults: one error that names its place, and no update after it."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,6 +127,8 @@ def test_bad_options_are_refused_at_construction():
     ]:
         with pytest.raises(ValueError, match=message):
             build(**options)
+    numbers = {"accumulate": np.int64(2), "latency": np.int32(1), "clip_norm": np.float32(1)}
+    assert build(**numbers)[1].accumulate == 2, "numbers of numpy are numbers"
     for options, message in [
         ({"loss": None}, "loss must be a function or module of .* got None"),
         ({"lr_lambda": 0.1}, "lr_lambda must be a function of the update's number, got 0.1"),

@@ -69,8 +69,17 @@ def test_a_race_is_to_the_first_evaluation_at_90_percent(tmp_path, monkeypatch):
     assert read_row(tmp_path / "long")["seconds to 90 %"] is None
 
 
+def test_memory_that_was_never_looked_at_is_not_told_as_none(tmp_path):
+    train_all([recipe(name="short")], tmp_path)
+    log = tmp_path / "short" / "log.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(line for line in lines if '"kind": "memory"' not in line))
+    assert read_row(tmp_path / "short")["MiB"] is None
+
+
 def test_quality_is_told_by_stage(tmp_path):
     (row,) = train_all([recipe(name="probed", method="petra", probe_every=20)], tmp_path)
     found = row["quality"]
     assert {each["stage"] for each in found} == {0, 1, 2, 3}
+    assert all(each["ratio"] == round(each["ratio"], 5) for each in found if each["ratio"])
     assert all(-1 <= each["cosine"] <= 1.0001 for each in found if each["cosine"] is not None)

@@ -1,6 +1,7 @@
 """What a pipeline may be given: a mistake is told where it is made, and not some ticks later."""
 
-from math import isfinite
+from math import inf
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -24,11 +25,10 @@ def verify_arguments(
 ) -> None:
     """Refuse what cannot be trained by."""
     for name, value in (("accumulate", accumulate), ("latency", latency)):
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, Integral) or int(value) < 1:
             raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
-    if clip_norm is not None and not (
-        isinstance(clip_norm, int | float) and isfinite(clip_norm) and clip_norm > 0
-    ):
+    is_norm = isinstance(clip_norm, Real) and 0 < float(clip_norm) < inf
+    if clip_norm is not None and not is_norm:
         raise ValueError(f"clip_norm must be None or a number above 0, got {clip_norm!r}")
     if clip_over not in ("stage", "all"):
         raise ValueError(f'clip_over must be "stage" or "all", got {clip_over!r}')

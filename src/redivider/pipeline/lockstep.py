@@ -91,7 +91,7 @@ class Pipeline:
         seed: Of the random numbers, a function of seed, micro-batch and unit; torch's own seed
             unless given.
         capture: Whether to capture steady ticks on a GPU as CUDA graphs with a branch for each
-            stage. Where they cannot be, the log says why (level INFO).
+            stage. Where they cannot be, the log says why.
         example: An input by which the work of the units is counted for the cut.
     """
 
