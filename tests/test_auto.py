@@ -11,7 +11,7 @@ from oracle import gradients, weigh, worst_error
 
 import redivider as rd
 from redivider import auto
-from redivider.auto import ROUNDS, Auto, Trial, forced, forcing
+from redivider.auto import ROUNDS, Auto, Trial, faster, forced, forcing, time_ways
 
 
 class Clock:
@@ -25,6 +25,9 @@ class Clock:
 
     def query(self):
         return Clock.arrived
+
+    def synchronize(self):
+        pass
 
     def elapsed_time(self, later):
         return later.time - self.time
@@ -108,6 +111,46 @@ def test_a_capture_may_force_a_way_and_settle_the_choice(device):
     assert forced() is None and trial.choice is None
     trial.settle({"reverse": 2.0, "overlap": 1.0}, tight=False)
     assert trial.pick() == "overlap"
+
+
+def test_a_clock_that_slows_down_does_not_favour_the_way_that_is_first(device):
+    """Seen on a GPU: 8 % faster just after it was idle, for longer than one way was timed."""
+    made, began = [], Clock.now
+    cycles = {"reverse": 1.0, "overlap": 0.95}
+
+    def ready(way):
+        made.append(way)
+
+        def step():
+            Clock.now += cycles[way] * (0.92 if Clock.now - began < 11 else 1.0)
+
+        return step
+
+    took = time_ways(ready)
+    assert made == ["reverse", "overlap"]
+    assert faster(took) == "overlap"
+    assert took["overlap"] == pytest.approx(0.95) and took["reverse"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("scarce", ["reverse", "overlap"])
+def test_a_way_that_does_not_fit_is_not_taken(device, caplog, scarce):
+    def ready(way):
+        if way == scarce:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return lambda: None
+
+    if scarce == "reverse":
+        with pytest.raises(torch.OutOfMemoryError):
+            time_ways(ready)
+        return
+    caplog.set_level(logging.INFO, "redivider")
+    choices = Auto()
+    trial = choices.trial(torch.ones(3), True)
+    trial.choice = None
+    with forcing("reverse"):
+        trial.pick()
+    choices.settle(time_ways(ready))
+    assert trial.choice == "reverse" and "memory is short" in caplog.text
 
 
 def test_two_passes_in_one_backward_count_for_nothing(device):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,16 @@ def test_it_tells_its_version(capsys):
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("redivider 0.")
+
+
+def test_it_runs_from_a_source_tree_that_is_not_installed():
+    code = (
+        "import sys; from importlib import metadata; sys.path.insert(0, sys.argv.pop())\n"
+        "def none(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = none\n"
+        "from redivider.cli import main; main(['--version'])"
+    )
+    source = Path(rd.__file__).parents[1]
+    words = [sys.executable, "-c", code, source]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "redivider 0+source\n"), done.stderr

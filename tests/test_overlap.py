@@ -21,6 +21,11 @@ class Job:
         self.key, self.lanes, self.bound = number, lanes, is_bound(number)
         self.is_compiled = not self.bound
 
+        self._is_bound = is_bound
+
+    def before(self):
+        return type(self)(self.key - 1, self.lanes, self._is_bound) if self.key else None
+
     def is_bound(self, prepared):
         return self.bound
 
@@ -46,8 +51,7 @@ def run(depth, lanes, is_bound):
     overlap._make_lanes = lambda: lanes
     grads = [torch.zeros(())]
     for number in reversed(range(depth)):
-        before = Job(number - 1, lanes, is_bound) if number else None
-        grads = overlap.step(Job(number, lanes, is_bound), before, grads)
+        grads = overlap.step(Job(number, lanes, is_bound), grads)
     return overlap, grads
 
 
@@ -74,7 +78,7 @@ def test_what_needs_each_other_is_in_order_and_the_rest_is_not(depth, bound):
             assert lanes.where[f"R{i}"] == lanes.where[f"B{i}"] == (last - i) % 2
         elif bound == "none":  # gradients on one, second runs on the other
             assert lanes.where[f"B{i}"] == MAIN
-            assert lanes.where[f"R{i}"] == (SIDE if depth > 1 else MAIN)
+            assert lanes.where[f"R{i}"] == (SIDE if depth > 2 or i < last else MAIN)
         elif BOUND[bound](i):
             assert lanes.where[f"R{i}"] == lanes.where[f"B{i}"]
         if i < last:
@@ -101,7 +105,7 @@ def test_results_of_the_side_lane_live_until_it_has_waited_for_their_readers():
     lanes.wait = watching
     grads = [torch.zeros(())]
     for number in (3, 2, 1, 0):
-        grads = overlap.step(Job(number, lanes), Job(number - 1, lanes) if number else None, grads)
+        grads = overlap.step(Job(number, lanes), grads)
         if number == 2:  # of the side lane: autograd reads them on the main lane, and lets go
             assert lanes.where["B2"] == SIDE and overlap._held
             lanes.note("read")
@@ -416,8 +420,7 @@ def test_the_side_lane_waits_for_what_autograd_did_on_the_main_one():
     overlap._make_lanes = lambda: lanes
     grads = [torch.zeros(())]
     for number in reversed(range(6)):
-        before = Job(number - 1, lanes) if number else None
-        grads = overlap.step(Job(number, lanes), before, grads)
+        grads = overlap.step(Job(number, lanes), grads)
         lanes.note(f"A{number}")  # autograd adds gradients up, and lets go of them
     for number in range(4):
         if lanes.where[f"R{number}"] == SIDE:
@@ -429,7 +432,7 @@ def test_what_is_left_over_is_joined_before_it_is_let_go():
     lanes = Recorded()
     overlap = Overlap(torch.device("cpu"))
     overlap._make_lanes = lambda: lanes
-    overlap.step(Job(3, lanes), Job(2, lanes), [torch.zeros(())])
+    overlap.step(Job(3, lanes), [torch.zeros(())])
     assert lanes.where["R2"] == SIDE and "R2" not in lanes.known[MAIN]
     overlap.end()
     assert "R2" in lanes.known[MAIN] and not overlap._ready
@@ -441,7 +444,7 @@ def test_the_side_lane_is_joined_where_a_unit_fails():
     lanes = Recorded()
     overlap = Overlap(torch.device("cpu"))
     overlap._make_lanes = lambda: lanes
-    grads = overlap.step(Job(3, lanes), Job(2, lanes), [torch.zeros(())])
+    grads = overlap.step(Job(3, lanes), [torch.zeros(())])
 
     class Failing(Job):
         def prepare(self):
@@ -452,7 +455,7 @@ def test_the_side_lane_is_joined_where_a_unit_fails():
             raise torch.OutOfMemoryError("no room")
 
     with pytest.raises(torch.OutOfMemoryError):
-        overlap.step(Failing(2, lanes), Failing(1, lanes), grads)
+        overlap.step(Failing(2, lanes), grads)
     assert lanes.where["B2"] == SIDE and "B2" in lanes.known[MAIN]
 
 

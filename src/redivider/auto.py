@@ -1,13 +1,15 @@
 """`backward="auto"`: try "reverse" and "overlap" in the first steps, and keep the faster one.
 
-Steps take turns; each one's backward is timed by CUDA events, which the host reads when they have
-arrived, so nothing waits. Another shape is another trial. On the CPU there is nothing to try.
+Steps take turns, since a GPU's clock is not the same for long; each one's backward is timed by CUDA
+events, which the host reads when they have arrived, so nothing waits. Another shape is another
+trial. On the CPU there is nothing to try. A capture tries both ways by itself, whole steps.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import inf, isinf
 from statistics import median
 from typing import Any
 
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 WAYS = ("reverse", "overlap")
 ROUNDS = 4  # of which the first warms up
 ENOUGH = 0.99  # overlap must win something for the memory that it takes
+NUM_TURNS, NUM_STEPS = 5, 3  # of captured steps: so many turns of so many each
 
 
 class Auto:
@@ -35,7 +38,7 @@ class Auto:
         """Choose for the shapes that were forced to try, by times measured elsewhere."""
         for trial in self._trials.values():
             if trial.was_forced:
-                trial.settle(took, tight=False)
+                trial.settle(took, tight=isinf(took["overlap"]))
                 trial.was_forced = False
 
     def trial(self, x: Any, is_training: bool) -> "Trial":
@@ -128,6 +131,37 @@ class Trial:
 def faster(took: dict[str, float]) -> str:
     """The way that took less time, in milliseconds; "reverse" if it is nearly the same."""
     return "overlap" if took["overlap"] <= ENOUGH * took["reverse"] else "reverse"
+
+
+def time_ways(ready: Callable[[str], Callable[[], Any]]) -> dict[str, float]:
+    """Milliseconds of a step in each way; one for which there is no memory takes for ever.
+
+    Args:
+        ready: Makes a step in one way, to be called again and again.
+    """
+    steps: dict[str, Callable[[], Any]] = {}
+    for way in WAYS:
+        try:
+            steps[way] = ready(way)
+        except torch.OutOfMemoryError:
+            if not steps:
+                raise
+    spans: dict[str, list[Any]] = {way: [] for way in steps}
+    for _ in range(NUM_TURNS):
+        for way, step in steps.items():
+            step()  # what changed hands is put in its place
+            start, end = timer(), timer()
+            start.record()
+            for _ in range(NUM_STEPS):
+                step()
+            end.record()
+            spans[way].append((start, end))
+    end.synchronize()  # the last one
+    took = {
+        way: median(start.elapsed_time(end) / NUM_STEPS for start, end in each)
+        for way, each in spans.items()
+    }
+    return dict.fromkeys(WAYS, inf) | took
 
 
 _forced: list[str] = []

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from redivider.auto import WAYS, faster, forcing, timer
+from redivider.auto import faster, forcing, time_ways
 from redivider.chain import observing
 from redivider.errors import CaptureError
 from redivider.graph import capturing
 from redivider.step_state import Settings, StepState
 
 NUM_WARM_UPS = 3
-NUM_TIMED = 10
 
 
 def capture(step: Callable[..., Any], example_inputs: Any) -> "Captured":
@@ -128,10 +127,10 @@ class Captured:
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
-    def _capture(self) -> None:
+    def _capture(self, pool: Any = None) -> None:
         self._graph = torch.cuda.CUDAGraph()
         gc.collect()  # the memory of graphs that are gone
-        with capturing(self._graph, torch.cuda.current_stream()):
+        with capturing(self._graph, torch.cuda.current_stream(), pool):
             with _refused("failed while it was captured"):
                 output = self._run(waits="default")
         for each in tree_leaves(output):
@@ -144,29 +143,24 @@ class Captured:
         self._output = tree_map_only(Tensor, Tensor.detach, output)
 
     def _fastest(self, state: StepState) -> str:
-        """Capture the step in each way that its chains may choose from, and time it."""
-        took = {}
-        for way in WAYS:
+        """Capture the step in each way that its chains may choose from, and time them in turn."""
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def ready(way: str) -> Callable[[], None]:
             with forcing(way):
                 self._run(waits="default")
-                self._capture()
-            took[way] = self._time()
-            self._graph.reset()
-            del self._output
+                # In the same memory: what one step leaves there is nothing to the next.
+                self._capture(pool=graphs[0].pool() if graphs else None)
+            graphs.append(self._graph)
+            return self._graph.replay
+
+        took = time_ways(ready)
+        for each in graphs:
+            each.reset()
+        del self._output
         for chain in state.chains:
             chain.settle(took)
         return faster(took)
-
-    def _time(self) -> float:
-        start, end = timer(), timer()
-        self._graph.replay()
-        start.record()
-        for _ in range(NUM_TIMED):
-            self._graph.replay()
-        end.record()
-        end.synchronize()
-        took: float = start.elapsed_time(end) / NUM_TIMED
-        return took
 
     def _attach_gradients(self) -> None:
         """Let gradients be where the graph has them, with the value that they have now."""

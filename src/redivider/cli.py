@@ -6,9 +6,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypedDict
+
+from redivider import __version__
 
 if TYPE_CHECKING:
     from redivider.train.recipe import Recipe
@@ -64,7 +65,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="redivider", description="Train deep networks without storing their activations."
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('redivider')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for run, text in (
         (train, "train by a recipe: `redivider train quickstart`"),

@@ -128,7 +128,10 @@ class _Node(torch.autograd.Function):
         kept, this = ctx.kept, _Job(ctx)
         if kept.ahead is None:
             return None, *this.finish(this.prepare(flows=kept.flows(grads)), grads)
-        return None, *kept.ahead.step(this, _job_before(ctx), grads)
+        return None, *kept.ahead.step(this, grads)
+
+
+NEARBY = 24  # how many nodes of the graph are looked at: additions and views lie between units
 
 
 class _Job:
@@ -143,6 +146,19 @@ class _Job:
     def is_compiled(self) -> bool:
         return bool(self.key.is_compiled)
 
+    def before(self) -> "_Job | None":
+        """As far as can be seen."""
+        queue = _before_it(self._ctx)
+        for _ in range(NEARBY):
+            if not queue:
+                return None
+            node = queue.pop(0)
+            kept = getattr(node, "kept", None)
+            if isinstance(kept, Kept):
+                return _Job(node) if kept.precedes(self.key) and _is_there(node) else None
+            queue += _before_it(node)
+        return None
+
     def prepare(self, *, flows: bool = True) -> Any:
         with naming(self.key.name):
             return self.key.prepare(_saved(self._ctx), self._needs, flows=flows)
@@ -154,23 +170,6 @@ class _Job:
         with naming(self.key.name):
             found: list[Tensor | None] = self.key.finish(prepared, self._needs, grads)
             return found
-
-
-NEARBY = 24  # how many nodes of the graph are looked at: additions and views lie between units
-
-
-def _job_before(ctx: Any) -> _Job | None:
-    """The next unit of the backward that can be prepared, as far as can be seen."""
-    queue = _before_it(ctx)
-    for _ in range(NEARBY):
-        if not queue:
-            return None
-        node = queue.pop(0)
-        kept = getattr(node, "kept", None)
-        if isinstance(kept, Kept):
-            return _Job(node) if kept.precedes(ctx.kept) and _is_there(node) else None
-        queue += _before_it(node)
-    return None
 
 
 def _before_it(node: Any) -> list[Any]:

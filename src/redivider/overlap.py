@@ -8,7 +8,7 @@ B(i) may run side by side, and autograd runs B(i) on the CUDA stream where R(i) 
     lane 1, beside it:          R(2) | B(2) R(0) | .... B(0)
 
 A compiled module is one node, which can be called anywhere (replay/compiled_node.py); then all B
-run on the caller's lane and all R on the other.
+run on the caller's lane, and all R on the other one where there are more than two.
 
 Order comes from events, so the host never waits. Lifetime comes from references: a tensor that one
 lane made and the other one reads is let go only when the first one has waited for the reader.
@@ -36,6 +36,9 @@ class Job(Protocol):
     @property
     def is_compiled(self) -> bool:
         """Whether B can probably run anywhere."""
+
+    def before(self) -> "Job | None":
+        """The next unit of the backward, if it can be prepared already."""
 
     def prepare(self) -> Any:
         """R: run the unit again."""
@@ -104,14 +107,13 @@ class Overlap:
         self._ready: dict[Any, _Ready] = {}
         self._held: list[torch.UntypedStorage] = []
 
-    def step(
-        self, this: Job, before: Job | None, grads: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
+    def step(self, this: Job, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Finish one unit, and prepare the one before it meanwhile.
 
         Gradients are ready on the caller's stream when this is called, and when it returns.
         """
-        ready = self._ready.pop(this.key, None) or self._begin(this, alone=before is None)
+        before = this.before()
+        ready = self._ready.pop(this.key, None) or self._begin(this, before)
         lanes, own = self._lanes, ready.lane if this.is_bound(ready.prepared) else MAIN
         arrived = lanes.mark(MAIN)  # the gradients; what is prepared on this lane comes behind
         if before is not None:
@@ -140,16 +142,17 @@ class Overlap:
             self._held.clear()
         return found
 
-    def _begin(self, job: Job, *, alone: bool) -> _Ready:
+    def _begin(self, job: Job, before: Job | None) -> _Ready:
         """Prepare the first one of a backward, which nobody has prepared.
 
         There is nothing to run it beside. But where all others will be prepared on the side lane,
-        this one's graph would be the only one in the main lane's memory, which would stay larger.
+        which then holds two graphs at a time, this one's would be a third, in the main lane's
+        memory. Of two units, each lane had better hold one.
         """
         self.end()
         self._lanes = self._make_lanes()
         torch.autograd.Variable._execution_engine.queue_callback(self.end)
-        if job.is_compiled and not alone:
+        if job.is_compiled and before is not None and before.before() is not None:
             self._prepare(job, SIDE, self._lanes.mark(MAIN))
         ready = self._ready.pop(job.key, None)
         return ready or _Ready(job.prepare(), MAIN, self._lanes.mark(MAIN))
