@@ -4,6 +4,7 @@ python docs/results/plot.py  # needs matplotlib
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,28 +55,50 @@ def draw_short(rows: list[Row]) -> None:
     left.set_title("by method, micro-batches of 64", fontsize=10)
     left.xaxis.set_major_locator(ticker.MultipleLocator(5))
     left.legend(fontsize=7, loc="lower right")
+    sizes = r"-(\d+)x\d+(-latency-\d+)?"  # at 128 samples an update, unless a latency is told
     swept = [row for row in rows if row["microbatch"] * row["accumulate"] == 128]
-    swept = [row for row in swept if row["epochs"] == 20 and not row["lookahead"]]
-    petra = sorted((row for row in swept if row["method"] == "petra"), key=num_in_flight)
-    right.plot([*map(num_in_flight, petra)], [*map(percent, petra)], "o-", label="petra")
-    for row in petra:
+    looks = {"petra": ("o-", "tab:blue"), "store": ("s--", "tab:gray")}
+    for method, (style, colour) in looks.items():
+        line = [row for row in swept if re.fullmatch(method + sizes, row["run"])]
+        line.sort(key=num_in_flight)
+        at = [*map(num_in_flight, line)]
+        right.plot(at, [*map(percent, line)], style, color=colour, label=method, markersize=4)
+    for row in (each for each in swept if re.fullmatch(f"petra{sizes}", each["run"])):
         late = f", latency {row['latency']}" if row["latency"] > 1 else ""
         right.annotate(
             f"{row['microbatch']}{late}",
             (num_in_flight(row), percent(row)),
             textcoords="offset points",
-            xytext=(-6, 4 if late else -12),
+            xytext=(-6, -4 if late else -12),
             ha="right",
             fontsize=7,
         )
-    stored = next(row for row in usual if row["method"] == "store")
-    right.axhline(percent(stored), color="tab:gray", linestyle="--", label="backprop at 64")
     right.set_xscale("log", base=2)
     right.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    right.set(xlabel="samples in flight", ylabel="test accuracy (%)")
-    right.set_title("PETRA by micro-batch and latency, 128 samples an update", fontsize=10)
+    right.set(xlabel="samples in flight under PETRA", ylabel="test accuracy (%)")
+    right.set_title("by micro-batch and latency, 128 samples an update", fontsize=10)
     right.legend(fontsize=7, loc="lower left")
     save(figure, "short")
+
+
+def draw_overlap(rows: list[Row]) -> None:
+    """How much faster than reverse the overlap is, by family, size and batch."""
+    families = {"ViT": "vit", "Swin": "swin", "MViT": "mvit", "RoBERTa, 512 tokens": "roberta"}
+    figure, axes = plt.subplots(1, len(families), figsize=(12, 3), sharey=True)
+    for axis, (title, family) in zip(axes, families.items(), strict=True):
+        ours = [row for row in rows if row["model"].startswith(f"rev_{family}_")]
+        for model in dict.fromkeys(row["model"] for row in ours):
+            line = [row for row in ours if row["model"] == model]
+            batches, faster = zip(*((row["batch"], row["faster"]) for row in line), strict=True)
+            axis.plot(batches, faster, "o-", markersize=4, label=model.rpartition("_")[2])
+        axis.axhline(1, color="tab:gray", linewidth=0.8)
+        axis.set_xscale("log", base=4)
+        axis.xaxis.set_major_locator(ticker.FixedLocator([1, 4, 16, 64, 256]))
+        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axis.set(xlabel="batch", title=title)
+        axis.legend(fontsize=7)
+    axes[0].set_ylabel("reverse's time / overlap's")
+    save(figure, "overlap")
 
 
 def draw_quality(rows: list[Row]) -> None:
@@ -122,3 +145,4 @@ def save(figure: Any, name: str, *, tight: bool = True) -> None:
 if __name__ == "__main__":
     draw_short(read("short"))
     draw_quality(read("short"))
+    draw_overlap(read("overlap"))

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redivider.reproduce.steps import Rows, Step, is_short_of_memory, let_go
+from redivider.reproduce.steps import (
+    Rows,
+    Step,
+    is_short_of_memory,
+    let_go,
+    take_workspaces,
+)
 
 NAMES = (
     *(f"rev_vit_{size}" for size in ("small", "base", "large", "huge", "giant")),
@@ -45,6 +51,7 @@ def measure(model: str, device: torch.device, known: Rows) -> Iterator[dict[str,
 
 
 def _time(model: str, batch: int, device: torch.device, **options: Any) -> dict[str, Any]:
+    take_workspaces(device)
     step = Step(model, batch, device, **options)
     reserved, steps = {}, {}
     for way in WAYS:

@@ -18,7 +18,7 @@ RESULTS = "results.jsonl"
 FAILED = "failed.txt"  # why a run has come to nothing
 WANTED = 0.9  # an accuracy, for a race to it
 # What makes runs of one claim differ, and is told of each.
-FIELDS = ("method", "microbatch", "accumulate", "latency", "lookahead", "epochs", "seed")
+FIELDS = ("method", "microbatch", "accumulate", "lr", "latency", "lookahead", "epochs", "seed")
 
 
 def train_all(recipes: Sequence[Recipe], folder: Path) -> list[dict[str, Any]]:
