@@ -166,6 +166,15 @@ CLAIMS = (
         tuple(short(method, **changes) for changes in _RATES for method in ("petra", "store")),
     ),
     Claim(
+        "race",
+        "which method is the first at 90 %, each alone on the GPU",
+        tuple(
+            short(method, size, 128 // size)
+            for size in (64, 16)
+            for method in ("store", "reverse", "petra")
+        ),
+    ),
+    Claim(
         "quality",
         "gradients of PETRA point where those of backprop do, stage by stage",
         tuple(
