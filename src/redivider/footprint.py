@@ -80,10 +80,13 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         for storage in _storages((args, kwargs)):  # not seen yet: made outside
             self._remember(storage, 0)
-        result = func(*args, **(kwargs or {}))
+        result = self._run(func, args, kwargs or {})
         for storage in _storages(result):
             self._remember(storage, storage.nbytes())
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     def _remember(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata

@@ -7,8 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
 from models.families import EACH
+from redivider.footprint import Live
 from redivider.models.catalogue import resolve
-from redivider.models.summary import summarise
+from redivider.models.summary import Fused, summarise
 
 
 def num_parameters(name, **options):
@@ -129,3 +130,16 @@ def test_counting_on_the_meta_device_is_counting_for_real(name, options):
     for model.backward, kept in () if "swin" in name else found.kept.items():
         assert kept == pytest.approx(rd.measure_memory(model, x).held / 4, rel=0.01)
     assert found.flops == counter.get_total_flops() / 4
+
+
+@pytest.mark.parametrize(("name", "options"), EACH)
+def test_what_is_known_from_before_counts_as_if_it_were_not(name, options):
+    kept = summarise(name, batch=2, **options).kept
+    model = rd.create_model(name, device="meta", **options)
+    model.check_every = 0
+    x = resolve(name, **options)[1].example(2).to("meta")
+    for model.backward in kept:
+        with Fused(), Live() as live:
+            y = model(x)
+            assert live.bytes / 2 == kept[model.backward]
+            del y

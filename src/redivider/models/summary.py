@@ -1,13 +1,15 @@
 """What a model costs, counted on the meta device: nothing is allocated, however large it is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from redivider.coupling import Coupling
@@ -69,6 +71,54 @@ class _Counter(Live):  # type: ignore[no-untyped-call]
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """As before, for what is like before: torch takes long over what comes out on meta."""
+        if not _is_new(func):
+            return super()._run(func, args, kwargs)
+        key = (func, _outline(args), _outline(tuple(kwargs.items())))
+        if key not in _known:
+            result = super()._run(func, args, kwargs)
+            if not all(each.is_meta for each in _tensors((args, kwargs, result))):
+                return result
+            _known[key] = _outline(result)
+        return _filled(_known[key])
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """What can be seen of a tensor without values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+_known: dict[Any, Any] = {}  # by function and arguments: what comes out
+
+
+def _outline(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return _Outline(tree.shape, tree.stride(), tree.dtype, tree.device)
+    return tuple(map(_outline, tree)) if isinstance(tree, list | tuple) else tree
+
+
+def _filled(tree: Any) -> Any:
+    if isinstance(tree, _Outline):
+        return torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
+    return tuple(map(_filled, tree)) if isinstance(tree, tuple) else tree
+
+
+@cache
+def _is_new(func: Any) -> bool:
+    """Whether what comes out has memory of its own, and nothing is written."""
+    schema = func._schema
+    return not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (each for each in tree_leaves(tree) if isinstance(each, Tensor))
 
 
 class Fused(TorchFunctionMode):
