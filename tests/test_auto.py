@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -126,22 +127,26 @@ def test_a_clock_that_slows_down_does_not_favour_the_way_that_is_first(device):
 
         return step
 
-    took = time_ways(ready)
-    assert made == ["reverse", "overlap"]
+    took = time_ways(lambda way: made.append(f"run {way}"), ready)
+    assert made == ["run reverse", "run overlap", "reverse", "overlap"], (
+        "what is ready holds memory"
+    )
     assert faster(took) == "overlap"
     assert took["overlap"] == pytest.approx(0.95) and took["reverse"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("when", ["run", "ready"])
 @pytest.mark.parametrize("scarce", ["reverse", "overlap"])
-def test_a_way_that_does_not_fit_is_not_taken(device, caplog, scarce):
-    def ready(way):
-        if way == scarce:
+def test_a_way_that_does_not_fit_is_not_taken(device, caplog, scarce, when):
+    def do(stage, way):
+        if way == scarce and stage == when:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return lambda: None
 
+    ways = partial(do, "run"), partial(do, "ready")
     if scarce == "reverse":
         with pytest.raises(torch.OutOfMemoryError):
-            time_ways(ready)
+            time_ways(*ways)
         return
     caplog.set_level(logging.INFO, "redivider")
     choices = Auto()
@@ -149,7 +154,7 @@ def test_a_way_that_does_not_fit_is_not_taken(device, caplog, scarce):
     trial.choice = None
     with forcing("reverse"):
         trial.pick()
-    choices.settle(time_ways(ready))
+    choices.settle(time_ways(*ways))
     assert trial.choice == "reverse" and "memory is short" in caplog.text
 
 

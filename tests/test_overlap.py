@@ -9,6 +9,7 @@ from lanes import Races, Recorded
 from networks import MLP, Attention, ConvNorm
 from oracle import gradients, run_plainly, weigh, worst_error
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import redivider as rd
 from redivider import chain as chain_module
@@ -22,6 +23,10 @@ class Job:
         self.is_compiled = not self.bound
 
         self._is_bound = is_bound
+
+    @property
+    def has_before(self):
+        return self.key > 0
 
     def before(self):
         return type(self)(self.key - 1, self.lanes, self._is_bound) if self.key else None
@@ -230,6 +235,21 @@ CHAINS = {
     "mixed": mixed_chain,
     "forgetful": forgetful_chain,
 }
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("backward", ["overlap", "checkpoint-overlap"])
+@pytest.mark.parametrize("make", [lambda *args: token_chain(*args), node_chain])
+def test_under_torchs_checkpoint_nothing_is_unpacked_twice(make, backward):
+    chain = make(5, backward)
+    plain = copy.deepcopy(chain)
+    plain.backward = "store"
+    for x in torch.randn(2, 4, 5, 6).double():
+        torch.manual_seed(1)
+        weigh(checkpoint(chain, x.requires_grad_(), use_reentrant=False)).backward()
+        torch.manual_seed(1)
+        weigh(plain(x)).backward()
+    assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
 
 
 @pytest.mark.parametrize("backward", ["overlap", "checkpoint-overlap"])

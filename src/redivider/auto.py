@@ -6,7 +6,7 @@ trial. On the CPU there is nothing to try. A capture tries both ways by itself, 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import inf, isinf
@@ -133,19 +133,18 @@ def faster(took: dict[str, float]) -> str:
     return "overlap" if took["overlap"] <= ENOUGH * took["reverse"] else "reverse"
 
 
-def time_ways(ready: Callable[[str], Callable[[], Any]]) -> dict[str, float]:
+def time_ways(
+    run: Callable[[str], Any], ready: Callable[[str], Callable[[], Any]]
+) -> dict[str, float]:
     """Milliseconds of a step in each way; one for which there is no memory takes for ever.
 
     Args:
+        run: Does a step in one way, once. All ways do so before any of them is made ready: what is
+            ready may hold memory.
         ready: Makes a step in one way, to be called again and again.
     """
-    steps: dict[str, Callable[[], Any]] = {}
-    for way in WAYS:
-        try:
-            steps[way] = ready(way)
-        except torch.OutOfMemoryError:
-            if not steps:
-                raise
+    done = _as_memory_allows(WAYS, run)
+    steps = _as_memory_allows(tuple(done), ready)
     spans: dict[str, list[Any]] = {way: [] for way in steps}
     for _ in range(NUM_TURNS):
         for way, step in steps.items():
@@ -162,6 +161,24 @@ def time_ways(ready: Callable[[str], Callable[[], Any]]) -> dict[str, float]:
         for way, each in spans.items()
     }
     return dict.fromkeys(WAYS, inf) | took
+
+
+def _as_memory_allows(ways: Sequence[str], do: Callable[[str], Any]) -> dict[str, Any]:
+    """What is done in each way, without those that are short of memory; the first must not be."""
+    found: dict[str, Any] = {}
+    for way in ways:
+        try:
+            found[way] = do(way)
+        except RuntimeError as error:
+            if not found or not is_short_of_memory(error):
+                raise
+    return found
+
+
+def is_short_of_memory(error: RuntimeError) -> bool:
+    """Whether something does not fit: torch's allocator says so, or a library beside it."""
+    words = ("out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)
 
 
 _forced: list[str] = []

@@ -146,15 +146,18 @@ class Captured:
         """Capture the step in each way that its chains may choose from, and time them in turn."""
         graphs: list[torch.cuda.CUDAGraph] = []
 
-        def ready(way: str) -> Callable[[], None]:
+        def run(way: str) -> None:
             with forcing(way):
                 self._run(waits="default")
+
+        def ready(way: str) -> Callable[[], None]:
+            with forcing(way):
                 # In the same memory: what one step leaves there is nothing to the next.
                 self._capture(pool=graphs[0].pool() if graphs else None)
             graphs.append(self._graph)
             return self._graph.replay
 
-        took = time_ways(ready)
+        took = time_ways(run, ready)
         for each in graphs:
             each.reset()
         del self._output

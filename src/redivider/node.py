@@ -141,13 +141,23 @@ class _Job:
         self.key = ctx.kept
         self._ctx = ctx
         self._needs = ctx.needs_input_grad[1:]
+        self._unpacked: Sequence[Tensor] | None = None
 
     @property
     def is_compiled(self) -> bool:
         return bool(self.key.is_compiled)
 
+    @property
+    def has_before(self) -> bool:
+        return self._node_before() is not None
+
     def before(self) -> "_Job | None":
-        """As far as can be seen."""
+        node = self._node_before()
+        found = None if node is None else _Job(node)
+        return found if found is not None and found._is_there() else None
+
+    def _node_before(self) -> Any:
+        """The node of the next unit, as far as can be seen."""
         queue = _before_it(self._ctx)
         for _ in range(NEARBY):
             if not queue:
@@ -155,13 +165,32 @@ class _Job:
             node = queue.pop(0)
             kept = getattr(node, "kept", None)
             if isinstance(kept, Kept):
-                return _Job(node) if kept.precedes(self.key) and _is_there(node) else None
+                return node if kept.precedes(self.key) else None
             queue += _before_it(node)
         return None
 
     def prepare(self, *, flows: bool = True) -> Any:
         with naming(self.key.name):
-            return self.key.prepare(_saved(self._ctx), self._needs, flows=flows)
+            saved, self._unpacked = self._saved(), None
+            return self.key.prepare(saved, self._needs, flows=flows)
+
+    def _saved(self) -> Sequence[Tensor]:
+        """What the node saved; hooks, as of torch's checkpoint, may unpack it only once."""
+        if self._unpacked is None:
+            self._unpacked = _saved(self._ctx)
+        return self._unpacked
+
+    def _is_there(self) -> bool:
+        """Whether what the node saved can be used before its turn.
+
+        It cannot be where something has changed, which is an error only if its turn comes, or where
+        FSDP has taken the memory of a parameter, to gather it again when its turn comes.
+        """
+        try:
+            saved = self._saved()
+        except (ChangedError, RuntimeError):
+            return False
+        return all(each.untyped_storage().size() or not each.numel() for each in saved)
 
     def is_bound(self, prepared: Any) -> bool:
         return prepared is not None and not prepared.is_free
@@ -176,19 +205,6 @@ def _before_it(node: Any) -> list[Any]:
     """The nodes before it, without parameters: a unit may have many."""
     before = [each for each, _ in node.next_functions if each is not None]
     return [each for each in before if each.next_functions or hasattr(each, "kept")]
-
-
-def _is_there(node: Any) -> bool:
-    """Whether what a node saved can be used before its turn.
-
-    It cannot be where something has changed, which is an error only if its turn comes, or where
-    FSDP has taken the memory of a parameter, to gather it again when its turn comes.
-    """
-    try:
-        saved = _saved(node)
-    except (ChangedError, RuntimeError):
-        return False
-    return all(each.untyped_storage().size() or not each.numel() for each in saved)
 
 
 def _saved(ctx: Any) -> Sequence[Tensor]:

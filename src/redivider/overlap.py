@@ -37,6 +37,10 @@ class Job(Protocol):
     def is_compiled(self) -> bool:
         """Whether B can probably run anywhere."""
 
+    @property
+    def has_before(self) -> bool:
+        """Whether the backward probably goes on to a unit that can be prepared."""
+
     def before(self) -> "Job | None":
         """The next unit of the backward, if it can be prepared already."""
 
@@ -152,7 +156,7 @@ class Overlap:
         self.end()
         self._lanes = self._make_lanes()
         torch.autograd.Variable._execution_engine.queue_callback(self.end)
-        if job.is_compiled and before is not None and before.before() is not None:
+        if job.is_compiled and before is not None and before.has_before:
             self._prepare(job, SIDE, self._lanes.mark(MAIN))
         ready = self._ready.pop(job.key, None)
         return ready or _Ready(job.prepare(), MAIN, self._lanes.mark(MAIN))

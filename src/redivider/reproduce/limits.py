@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from redivider.reproduce.steps import Rows, Step, is_short_of_memory, let_go
+from redivider.auto import is_short_of_memory
+from redivider.reproduce.steps import Rows, Step, let_go
 
 MODEL = "rev_vit_large"
 WAYS = ("store", "checkpoint", "reverse")

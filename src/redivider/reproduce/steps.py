@@ -96,12 +96,6 @@ def take_workspaces(device: torch.device) -> None:
         Step("rev_vit_tiny", 2, device, depth=1).captured("overlap")
 
 
-def is_short_of_memory(error: RuntimeError) -> bool:
-    """Whether a step does not fit: torch's allocator says so, or a library beside it."""
-    words = ("out of memory", "ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)
-
-
 def let_go() -> None:
     """Give memory back that nothing refers to."""
     gc.collect()

@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redivider.reproduce.steps import (
-    Rows,
-    Step,
-    is_short_of_memory,
-    let_go,
-    take_workspaces,
-)
+from redivider.auto import is_short_of_memory
+from redivider.reproduce.steps import Rows, Step, let_go, take_workspaces
 
 NAMES = (
     *(f"rev_vit_{size}" for size in ("small", "base", "large", "huge", "giant")),
