@@ -47,6 +47,11 @@ def test_help_and_wrong_commands(capsys):
         assert said.startswith("redivider: ") and "--help" in said and said.count("\n") == 1
 
 
+def test_the_beginning_of_a_name_is_enough(capsys):
+    assert main(["models", "rev_gpt"]) == 0
+    assert "rev_gpt_nano" in capsys.readouterr().out
+
+
 def test_giants_take_no_memory(capsys):
     resource = pytest.importorskip("resource")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypedDict
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from redivider import __version__
 
@@ -22,7 +22,10 @@ class Usage(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are one line, like all others."""
+    """One whose errors are one line, like all others; `--seed` is not short for `--seeds`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong."""
@@ -141,6 +144,8 @@ def compare(given: argparse.Namespace, rest: Sequence[str]) -> int:
     """Train by several methods; print a table, and write a report."""
     from redivider.train.recipe import COMPARED
 
+    if any(each.partition("=")[0] == "--method" for each in rest):
+        raise Usage("a comparison is by --compare METHOD ...; `redivider train` takes one --method")
     recipe, where = _prepare(given, rest)
     if not recipe.compare and where["resume"]:
         raise Usage(
@@ -199,6 +204,10 @@ def reproduce(given: argparse.Namespace, rest: Sequence[str]) -> int:
         for each in CLAIMS:
             how = f"{len(each.runs)} trainings" if each.runs else "measured"
             print(f"{each.name:12}{how:14}{each.says}")
+        print("\n`--only RUN ...` takes some of these:")
+        for each in CLAIMS:
+            if each.runs:
+                print(f"{each.name:12}{' '.join(run.name for run in each.runs)}")
         return 0
     claim = get_claim(given.claim)
     if given.seeds < 1:
@@ -243,6 +252,12 @@ def _prepare(given: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, W
             given.parser.print_help()
             raise SystemExit(0)
         raise Usage("which recipe? `redivider recipes` lists them; quickstart is one")
+    if (Path(given.recipe) / RECIPE).exists():
+        name = shlex.quote(given.recipe)
+        raise Usage(
+            f"{name} is a run; `redivider train --resume {name}` goes on with it, and `redivider "
+            f"train {name}/{RECIPE}` begins another one like it"
+        )
     is_file = given.recipe.endswith(".json")
     recipe = read_recipe(Path(given.recipe)) if is_file else get_recipe(given.recipe)
     recipe = override(recipe, ["--help"] if given.help else rest)

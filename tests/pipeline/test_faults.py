@@ -169,6 +169,7 @@ def test_a_compiled_coupling_is_refused_at_construction():
     "loss, message",
     [
         (lambda y, target: y, r"one number, or \(loss, aux\), got shape \(3, 3\)"),
+        (lambda y, target: (y.sum(), y, y), r"one number, or \(loss, aux\), got a tuple of 3"),
         (lambda y, target: 3.0, "got float"),
     ],
 )

@@ -265,6 +265,10 @@ OTHERS = {
     "latency": ({"latency": 2}, "its latency is 1, not 2"),
     "cut": ({"stages": (2, 2, 2, 3)}, r"stages=\[1, 3, 2, 3\]"),
     "arithmetic": ({"arithmetic": "fixed"}, "its arithmetic is"),
+    "optimizer": (
+        {"optimizer": "sgd"},
+        "stage 0 has the optimizer SGD, .* of another kind, .* betas",
+    ),
 }
 
 

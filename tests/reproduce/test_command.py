@@ -15,8 +15,39 @@ SMALL = "--data digits --model-options width 4 --depths 1 1 --microbatch 16 --pr
 
 def test_claims_are_listed(capsys):
     assert main(["reproduce"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [each.name for each in CLAIMS]
+    claims, runs = capsys.readouterr().out.split("\n\n")
+    assert [line.split()[0] for line in claims.splitlines()] == [each.name for each in CLAIMS]
+    assert "gpt         store overlap petra\n" in runs and "`--only RUN ...`" in runs
+
+
+def test_a_seed_is_not_short_for_seeds(tmp_path, capsys):
+    words = f"reproduce methods --out {tmp_path} --epochs 0.1 {SMALL} --only store-64x2 --seed 3"
+    assert main(words.split()) == 0
+    row = json.loads((tmp_path / "results.jsonl").read_text())
+    assert (row["run"], row["seed"]) == ("store-64x2-seed3", 3)
+    out = capsys.readouterr().out
+    assert "| run | last accuracy | best accuracy |\n" in out and "| store-64x2-seed3 |" in out
+
+
+def test_what_a_claim_compares_is_not_changed_under_its_names(tmp_path, capsys):
+    words = f"reproduce methods --out {tmp_path} {SMALL} --only store-64x2 --method petra".split()
+    assert main(words) == 2
+    assert "methods compares runs of several --method; choose" in capsys.readouterr().err
+    assert main(f"reproduce rate --out {tmp_path} --lr 0.1".split()) == 2
+    assert "of several --lr" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_trainings_leave_measurements_in_their_file(tmp_path, capsys):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"run": "rev_vit_small/1", "model": "rev_vit_small", "faster": 1.2}\n')
+    words = f"reproduce methods --out {tmp_path} --epochs 0.1 {SMALL} --only store-64x2".split()
+    assert main(words) == 0
+    rows = [json.loads(line)["run"] for line in path.read_text().splitlines()]
+    assert rows == ["rev_vit_small/1", "store-64x2"]
+    path.write_text(path.read_text()[:-20])
+    assert main(words) == 2
+    assert "has a line that is no JSON" in capsys.readouterr().err
 
 
 def test_some_runs_and_then_some_more(tmp_path, capsys):

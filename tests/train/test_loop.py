@@ -284,6 +284,16 @@ def test_a_run_that_was_killed_anywhere_has_the_same_log(where, time, tmp_path, 
     assert steps == [row["step"] for row in rows(tmp_path / "parts") if row["loss"] is not None]
 
 
+def test_two_signals_before_the_first_checkpoint_say_so(tmp_path, monkeypatch):
+    def twice(*given):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(BackpropEngine, "step", twice)
+    with pytest.raises(Stopped, match="interrupted, before anything was saved"):
+        train(recipe(method="store"), tmp_path / "never")
+
+
 def test_a_signal_at_the_very_end_loses_nothing(tmp_path, monkeypatch):
     made = recipe(method="store", evaluate_every=100)
     train(made, tmp_path / "whole")
@@ -297,7 +307,7 @@ def test_a_signal_at_the_very_end_loses_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(BackpropEngine, "evaluate", interrupted)
     result = train(made, tmp_path / "once")  # so near the end it ends
-    with pytest.raises(Stopped, match="interrupted") as stopped:
+    with pytest.raises(Stopped, match="interrupted, with what was last saved") as stopped:
         train(made, tmp_path / "twice")
     assert stopped.value.folder == tmp_path / "twice"
     again = train(made, tmp_path / "twice", resume=True)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from redivider.train.optim import make_optimizer
-from redivider.train.schedule import Schedule
+from redivider.train.schedule import Schedule, doubts
 from train.small import recipe
 
 
@@ -35,6 +35,14 @@ def test_cosine_ends_at_zero():
 
 def test_a_run_shorter_than_its_warm_up():
     assert factors(3, 10, warmup=5, schedule="cosine") == pytest.approx([0.02, 0.04, 0.06])
+
+
+def test_what_does_not_come_to_pass_is_told():
+    assert not doubts(recipe(epochs=3, warmup=1, schedule="step", milestones=(1, 2)))
+    (late,) = doubts(recipe(epochs=3, schedule="step", milestones=(2, 150, 225)))
+    assert "ends before the rate falls after 150, 225 epochs" in late
+    (warm,) = doubts(recipe(epochs=3, warmup=3))
+    assert "all of the 3 epochs" in warm
 
 
 def test_norms_and_biases_do_not_decay():

@@ -149,9 +149,10 @@ def _fused_attention(
 
 
 def print_models(patterns: Sequence[str]) -> None:
-    """Print a row for each model that matches a pattern."""
-    names = [name for pattern in patterns for name in list_models(pattern)]
-    unmatched = [pattern for pattern in patterns if not list_models(pattern)]
+    """Print a row for each model that matches a pattern, or begins so if none does."""
+    found = {each: list_models(each) or list_models(f"{each}*") for each in patterns}
+    names = [name for each in found.values() for name in each]
+    unmatched = [pattern for pattern, each in found.items() if not each]
     if unmatched:
         raise OptionError(
             f"no model matches {' or '.join(unmatched)}; there are {', '.join(list_models())}"

@@ -102,9 +102,12 @@ def _pull_back(run: GraphRun, loss: Tensor) -> list[Tensor | None]:
 
 
 def _parted(result: Any) -> tuple[Tensor, Any]:
-    loss, aux = result if isinstance(result, tuple | list) else (result, None)
+    is_pair = isinstance(result, tuple | list) and len(result) == 2
+    loss, aux = result if is_pair else (result, None)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        if isinstance(loss, tuple | list):
+            kind = f"a {kind} of {len(loss)}"
         raise UnitError(f"a loss must be one number, or (loss, aux), got {kind}")
     return loss, aux
 

@@ -1,11 +1,12 @@
 """All that the next ticks of a pipeline depend on, as plain data: taken, verified, put back."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from redivider.pipeline.stage import Message
+from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.state import StateError
 from redivider.replay.autocast import Autocast
 
@@ -57,6 +58,9 @@ def verify_snapshot(pipe: Any, state: Any) -> None:
             f"the state has the cut {state['cut']}, this pipeline {pipe.cut}; build it with "
             f"stages={state['cut']}"
         )
+    for stage in pipe.stages:
+        if stage.optimizer is not None and stage.index in state["stages"]:
+            _verify_optimizer(stage, state["stages"][stage.index].get("groups", ()))
     for name, unit in pipe._units.items():
         if name not in state["units"]:
             raise StateError(f"{unit.name} is not in the state: it is that of another process")
@@ -65,6 +69,20 @@ def verify_snapshot(pipe: Any, state: Any) -> None:
         other = {key: tuple(each.shape) for key, each in saved.items()}
         if mine != other:
             raise StateError(f"{unit.name} has the tensors {mine}, and in the state {other}")
+
+
+def _verify_optimizer(stage: Stage, groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse the state of an optimizer of another kind, as its settings show."""
+    assert stage.optimizer is not None
+    mine = set(stage.optimizer.defaults)
+    other = {key for group in groups for key in group} - {"names", "initial_lr"}
+    # Another version of torch may know more settings, or fewer, but not both.
+    if mine - other and other - mine:
+        kind = type(stage.optimizer).__name__
+        raise StateError(
+            f"stage {stage.index} has the optimizer {kind}, and the state is of another kind, with "
+            f"{', '.join(sorted(other - mine))} instead of {', '.join(sorted(mine - other))}"
+        )
 
 
 def restore_snapshot(pipe: Any, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """`redivider reproduce`: a claim's trainings or measurements, again, and their table."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,11 @@ def reproduce(
             print(row, flush=True)
             rows[row["run"]] = row
             write_rows(list(rows.values()), folder)
-    return table([row for row in rows.values() if not only or _is_of(row, only)])
+    return table([row for row in rows.values() if _is_of(row, only or module.NAMES)])
 
 
-def _is_of(row: dict[str, Any], only: Sequence[str]) -> bool:
-    return row["run"] in only or row["model"] in only
+def _is_of(row: dict[str, Any], names: Sequence[str]) -> bool:
+    return row["run"] in names or row.get("model") in names
 
 
 def _verify_names(claim: Claim, only: Sequence[str], names: Sequence[str]) -> None:
@@ -56,6 +56,17 @@ def _verify_names(claim: Claim, only: Sequence[str], names: Sequence[str]) -> No
         if each not in names:
             otherwise = f"it has {', '.join(names)}"
             raise TrainError(f"{claim.name} has no run {each!r}; {hint(each, names, otherwise)}")
+
+
+def _verify_meant(claim: Claim, recipe: Recipe, made: Recipe) -> None:
+    """Refuse fields in which the claim's runs differ: their names would not be true."""
+    for each in asdict(made):
+        values = [getattr(run, each) for run in claim.runs]
+        if getattr(made, each) != getattr(recipe, each) and any(v != values[0] for v in values):
+            raise TrainError(
+                f"{claim.name} compares runs of several --{each.replace('_', '-')}; choose among "
+                "them by --only, or train another one by `redivider train`"
+            )
 
 
 def choose(claim: Claim, only: Sequence[str], seeds: int, fields: Sequence[str]) -> list[Recipe]:
@@ -67,6 +78,7 @@ def choose(claim: Claim, only: Sequence[str], seeds: int, fields: Sequence[str])
             if only and recipe.name not in only:
                 continue
             made = override(recipe, fields) if fields else recipe
+            _verify_meant(claim, recipe, made)
             number = made.seed + seed
             name = f"{recipe.name}-seed{number}" if number else recipe.name
             found.append(replace(made, seed=number, name=name))

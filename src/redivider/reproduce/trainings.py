@@ -31,6 +31,7 @@ def train_all(recipes: Sequence[Recipe], folder: Path) -> list[dict[str, Any]]:
     Raises:
         Stopped: If somebody has asked for it; the run is saved.
     """
+    read_results(folder)  # which must be whole, and says so before hours have passed
     rows: list[dict[str, Any]] = []
     for recipe in map(resolved, recipes):
         where = folder / recipe.name
@@ -43,7 +44,8 @@ def train_all(recipes: Sequence[Recipe], folder: Path) -> list[dict[str, Any]]:
                     raise
                 write_whole(where / FAILED, f"{error}\n")
         rows.append(read_row(where))
-        write_rows(read_rows(folder), folder)
+        measured = [row for row in read_results(folder) if "method" not in row]
+        write_rows([*measured, *read_rows(folder)], folder)
     return rows
 
 
@@ -90,7 +92,13 @@ def read_row(folder: Path) -> dict[str, Any]:
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """The rows that `results.jsonl` has, if it is there."""
     path = folder / RESULTS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise TrainError(
+            f"{path} has a line that is no JSON ({error}); take that line out, or the file away"
+        ) from error
 
 
 def write_rows(rows: Sequence[dict[str, Any]], folder: Path) -> None:
@@ -103,12 +111,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     long = ("curve", "quality", "device", "torch", "metric")
     shown = [{k: v for k, v in row.items() if k not in long} for row in rows]
     heads = list(dict.fromkeys(key for row in shown for key in row))
+    always = ("run", "last", "best")
     heads = [
-        each
-        for each in heads
-        if len({str(row.get(each)) for row in shown}) > 1 or each in ("last", "best")
+        each for each in heads if len({str(row.get(each)) for row in shown}) > 1 or each in always
     ]
-    lines = [heads, ["---"] * len(heads)]
+    metrics = {row["metric"] for row in rows if "metric" in row}
+    of = f" {metrics.pop()}" if len(metrics) == 1 else ""
+    lines = [[f"{each}{of}" if each in always[1:] else each for each in heads]]
+    lines += [["---"] * len(heads)]
     lines += [[_text(row.get(each)) for each in heads] for row in shown]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -61,6 +61,8 @@ def _dashed(word: str) -> str:
 def _in_a_line(box: str) -> str:
     """What a parser has framed, without the frame and the advice below it."""
     rows = [each.strip("│╭╮╰╯─━ \n") for each in box.splitlines()]
-    words = [each for each in rows if each and set(each) - {"─", "━"}]
+    words = [each for each in rows if each and set(each) - set("─━-")]
     said = " ".join(" ".join(words[1:]).split())  # the first one is a title
-    return said.partition(" Argument helptext:")[0].partition(" For full helptext")[0]
+    said = said.partition(" Argument helptext:")[0].partition(" For full helptext")[0]
+    said = said.replace("Failed to parse key-value pairs!", "takes names and values, as width 8")
+    return said.removeprefix("Error parsing ").removeprefix("Recipe: ")

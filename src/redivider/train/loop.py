@@ -25,10 +25,12 @@ from redivider.train.machine import device_name, peak_memory, using_threads
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
 from redivider.train.runs import LOG, RECIPE, read_run
+from redivider.train.schedule import doubts
 from redivider.train.stop import Stop, stopping
 from redivider.train.task import Score
 from redivider.train.torchrun import is_restart, run_id
 
+CHECKPOINTS = "checkpoints"
 RUN_ID = ".torchrun"  # whose attempts go on in a folder
 NUM_TRACED = 4  # ticks on the timeline of a report
 
@@ -111,7 +113,9 @@ def _train_in(folder: Path, recipe: Recipe, engine: Engine, stop: Stop, resume: 
         try:
             return Training(recipe, folder, engine, stop).train(resume)
         except KeyboardInterrupt:
-            raise Stopped("interrupted, with what was last saved", folder) from None
+            saved = any((folder / CHECKPOINTS).glob("*"))
+            what = "with what was last saved" if saved else "before anything was saved"
+            raise Stopped(f"interrupted, {what}", folder) from None
         except DataError as error:
             raise TrainError(str(error)) from error
         except FloatingPointError as error:
@@ -143,7 +147,7 @@ class Training:
     def __init__(self, recipe: Recipe, folder: Path, engine: Engine, stop: Stop) -> None:
         self._recipe, self._folder, self._engine, self._stop = recipe, folder, engine, stop
         self._crew = engine.crew
-        self._checkpoints = Checkpoints(folder / "checkpoints", self._crew.writers)
+        self._checkpoints = Checkpoints(folder / CHECKPOINTS, self._crew.writers)
         self._clock = Clock(engine.device)
         self._group = recipe.accumulate
         # Lines and checkpoints come between updates.
@@ -299,6 +303,8 @@ class Training:
             f"{self._total} micro-batches of {self._recipe.microbatch}, on {engine.device}; "
             f"{self._folder}"
         )
+        for each in doubts(self._recipe):
+            self._bar.tell(f"warning: {each}")
 
     def _look_inside(self) -> None:
         """Write down, once, what is held for the backward and how the ticks of a pipeline go."""

@@ -6,6 +6,22 @@ from math import cos, pi
 from redivider.train.recipe import Recipe
 
 
+def doubts(recipe: Recipe) -> list[str]:
+    """What of a schedule does not come to pass within the run, as after `--epochs` alone."""
+    found = []
+    if recipe.warmup >= recipe.epochs:
+        found.append(
+            f"the rate rises for all of the {recipe.epochs:g} epochs: --warmup is {recipe.warmup:g}"
+        )
+    late = [each for each in recipe.milestones if each >= recipe.epochs]
+    if late and recipe.schedule == "step":
+        found.append(
+            f"the run ends before the rate falls after {', '.join(f'{each:g}' for each in late)} "
+            "epochs: set --milestones as well"
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Warm-up, then constant, steps down, or a cosine to zero.
