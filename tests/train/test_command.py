@@ -214,6 +214,13 @@ def test_a_run_is_no_comparison(capsys):
     assert Path("run/recipe.json").read_text() == before
 
 
+def test_a_run_is_no_recipe(capsys):
+    assert main("train recipe.json --out some --epochs 0.1".split()) == 0
+    assert main(["train", "some"]) == 2
+    said = capsys.readouterr().err
+    assert "train --resume some` goes on" in said and "train some/recipe.json` begins" in said
+
+
 def test_a_run_is_not_written_over(capsys):
     assert main(["train", "recipe.json", "--out", "run", "--epochs", "0.1"]) == 0
     assert main(["train", "recipe.json", "--out", "run"]) == 2

@@ -284,14 +284,16 @@ def test_a_run_that_was_killed_anywhere_has_the_same_log(where, time, tmp_path, 
     assert steps == [row["step"] for row in rows(tmp_path / "parts") if row["loss"] is not None]
 
 
-def test_two_signals_before_the_first_checkpoint_say_so(tmp_path, monkeypatch):
+def test_two_signals_before_the_first_checkpoint_say_so(tmp_path, monkeypatch, capfd):
     def twice(*given):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(BackpropEngine, "step", twice)
+    monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor == 2)
     with pytest.raises(Stopped, match="interrupted, before anything was saved"):
         train(recipe(method="store"), tmp_path / "never")
+    assert capfd.readouterr().err.count("redivider: stopping after this update") == 1
 
 
 def test_a_signal_at_the_very_end_loses_nothing(tmp_path, monkeypatch):

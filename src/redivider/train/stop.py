@@ -1,7 +1,7 @@
 """Ctrl-C that waits for the end of a step."""
 
+import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ def stopping() -> Iterator[Stop]:
         if stop.is_asked:
             raise KeyboardInterrupt
         stop.signal = number
-        if sys.stderr.isatty():
-            end = "stopping after this update, or evaluation; once more ends it at once"
-            print(f"\nredivider: {end}", file=sys.stderr)
+        if os.isatty(2):  # not by print, which may be what was interrupted
+            end = b"stopping after this update, or evaluation; once more ends it at once"
+            os.write(2, b"\nredivider: " + end + b"\n")
 
     try:
         before = {each: signal.signal(each, note) for each in SIGNALS}
