@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from redivider.train.loop import train
 from redivider.train.optim import make_optimizer
 from redivider.train.schedule import Schedule, doubts
 from train.small import recipe
@@ -56,3 +57,9 @@ def test_norms_and_biases_do_not_decay():
         assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
         assert isinstance(made, torch.optim.SGD if kind == "sgd" else torch.optim.AdamW)
     assert len(make_optimizer(recipe(), [model[0].weight]).param_groups) == 1
+
+
+def test_a_run_says_so_when_it_begins(tmp_path, capsys):
+    train(recipe(method="store", epochs=0.1, warmup=1), tmp_path / "short")
+    said = "".join(capsys.readouterr())
+    assert said.count("warning: the rate rises for all of the 0.1 epochs: --warmup is 1") == 1
