@@ -9,7 +9,7 @@ import redivider as rd
 from models.families import EACH
 from redivider.footprint import Live
 from redivider.models.catalogue import resolve
-from redivider.models.summary import Fused, summarise
+from redivider.models.summary import Fused, _Counter, summarise
 
 
 def num_parameters(name, **options):
@@ -143,3 +143,9 @@ def test_what_is_known_from_before_counts_as_if_it_were_not(name, options):
             y = model(x)
             assert live.bytes / 2 == kept[model.backward]
             del y
+
+
+def test_numbers_that_are_equal_and_of_other_types_are_not_taken_for_each_other():
+    x = torch.ones(3, dtype=torch.int64, device="meta")
+    with _Counter():
+        assert [(x * each).dtype for each in (2, 2.0)] == [torch.int64, torch.float32]

@@ -76,7 +76,7 @@ class _Counter(Live):  # type: ignore[no-untyped-call]
         """As before, for what is like before: torch takes long over what comes out on meta."""
         if not _is_new(func):
             return super()._run(func, args, kwargs)
-        key = (func, _outline(args), _outline(tuple(kwargs.items())))
+        key = (func, repr(_outline((args, tuple(kwargs.items())))))  # where 2 is not 2.0
         if key not in _known:
             result = super()._run(func, args, kwargs)
             if not all(each.is_meta for each in _tensors((args, kwargs, result))):
