@@ -360,6 +360,61 @@ def test_autocast_of_a_micro_batch_is_that_of_its_step():
     assert phase.count(torch.bfloat16) - 4 == phase.count(torch.float32) == 32
 
 
+SEEN = {"pull-back": [], "update": []}  # whether autocast was on
+
+
+class Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        assert torch.is_autocast_enabled("cpu")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        SEEN["pull-back"].append(torch.is_autocast_enabled("cpu"))
+        return grad
+
+
+class Noting(torch.optim.SGD):
+    def step(self, closure=None):
+        SEEN["update"].append(torch.is_autocast_enabled("cpu"))
+        return super().step(closure)
+
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        return Noted.apply(super().forward(x))
+
+
+def test_gradients_and_updates_come_behind_autocast():
+    pipe = rd.Pipeline(
+        rd.Chain(
+            [
+                Layer(5, 16),
+                rd.Split(),
+                *(rd.Coupling(Layer(8, 8)) for _ in range(2)),
+                rd.Fuse(),
+                nn.Linear(16, 3),
+            ]
+        ),
+        stages=3,
+        loss=F.cross_entropy,
+        optimizer=lambda stage: Noting(stage.parameters(), lr=0.1),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(6):
+            pipe.step(torch.randn(4, 5), torch.tensor([0, 1, 2, 0]))
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.is_autocast_cache_enabled()
+        with pytest.raises(RuntimeError, match="4x6"):
+            pipe.step(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    for each in SEEN.values():
+        assert each
+        assert not any(each)
+
+
 def test_the_grid_in_a_pipeline_equals_a_chain_on_the_grid():
     model = network().float()
     plain = rd.Chain(copy.deepcopy(list(model)), backward="store", arithmetic="fixed")

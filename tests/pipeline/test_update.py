@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 import redivider as rd
 from pipeline.test_trajectory import batches, network, rate
@@ -201,3 +202,20 @@ def test_a_compiled_pipeline_follows_the_plain_one(accumulate, amp):
         if compiled:
             assert pipe.stages[0].compiled_update._runs
     assert torch.allclose(*found, rtol=2e-2 if amp else 1e-10)
+
+
+def test_a_flush_outside_of_autocast_compiles_nothing_again():
+    pipe = rd.Pipeline(
+        network().float(),
+        stages=5,
+        loss=F.cross_entropy,
+        optimizer=lambda stage: SGD(stage.parameters(), lr=0.05, momentum=0.9),
+    )
+    pipe.compile(backend="aot_eager", dynamic=False)
+    for x, target in batches(20):
+        with torch.autocast("cpu", torch.float16):  # not what is set where there is none
+            pipe.step(x.float(), target)
+    num = counters["stats"]["unique_graphs"]
+    assert num
+    pipe.flush()
+    assert counters["stats"]["unique_graphs"] == num

@@ -41,7 +41,7 @@ from redivider.pipeline.state import read_state, write_state
 from redivider.pipeline.tick import Action, actions, delay, num_ticks
 from redivider.pipeline.unit import Flow
 from redivider.pipeline.update import CompiledUpdate
-from redivider.replay.autocast import Autocast
+from redivider.replay.autocast import Autocast, without_autocast
 
 logger = logging.getLogger("redivider")
 
@@ -351,7 +351,9 @@ class Pipeline:
 
     def _run_tick(self) -> Tick:
         result = Tick()
-        with self._stopping():
+        # Units enter the autocast of their micro-batch. Pull-backs and updates come behind it, as
+        # in plain training, be the caller in a step under autocast or in a flush.
+        with self._stopping(), without_autocast(self.device):
             due = actions(self._tick, len(self.cut), self.latency, self._entered)
             for kind, j, local in due:
                 if j not in self._own:

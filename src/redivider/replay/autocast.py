@@ -61,6 +61,30 @@ def uncached_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Cast nothing here, whatever the caller does.
+
+    Also what is not in use (a dtype, the cache) is always the same: a compiler would make another
+    graph where it is not.
+    """
+    before, cached = Autocast(device).settings, torch.is_autocast_cache_enabled()
+    try:
+        for kind in before:
+            _set_autocast(kind, enabled=False, dtype=torch.bfloat16)
+        torch.set_autocast_cache_enabled(False)
+        yield
+    finally:
+        for kind, (enabled, dtype) in before.items():
+            _set_autocast(kind, enabled, dtype)
+        torch.set_autocast_cache_enabled(cached)
+
+
+def _set_autocast(kind: str, enabled: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_dtype(kind, dtype)
+
+
 def is_autocast_enabled(device: torch.device) -> bool:
     """Whether autocast is on for a device; not every kind of device has one."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
