@@ -81,6 +81,37 @@ def draw_short(rows: list[Row]) -> None:
     save(figure, "short")
 
 
+def draw_curves(name: str, against: str) -> None:
+    """Accuracies of a file's runs over epochs or seconds."""
+    figure, axis = plt.subplots(figsize=(6, 3.4))
+    for row in sorted(read(name), key=percent, reverse=True):
+        epochs, seconds, scores = zip(*row["curve"], strict=True)
+        at = epochs if against == "epochs" else seconds
+        label = f"{row['run']} {percent(row):.1f}"
+        axis.plot(at, [100 * each for each in scores], label=label, linewidth=1.2)
+    wanted = 94.9 if name == "revnet18" else 90
+    label = "published" if name == "revnet18" else None
+    axis.axhline(wanted, color="tab:gray", linestyle=":", linewidth=1, label=label)
+    axis.set(xlabel=against, ylabel="test accuracy (%)", ylim=(60, 96))
+    axis.legend(fontsize=8, loc="lower right")
+    save(figure, name)
+
+
+def draw_limits(rows: list[Row]) -> None:
+    """The largest batch and depth by way, as bars."""
+    whats = [each for each in ("batch", "depth") if sum(each in row for row in rows) > 1]
+    figure, axes = plt.subplots(1, len(whats), figsize=(5 * len(whats), 2), squeeze=False)
+    for axis, what in zip(axes.flat, whats, strict=True):
+        line = [row for row in rows if what in row][::-1]
+        bars = axis.barh([row["way"] for row in line], [row[what] for row in line], height=0.6)
+        axis.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=9)
+        axis.set_title(f"largest {what} of Rev-ViT-L", fontsize=10)
+        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        axis.grid(visible=False, axis="y")
+        axis.margins(x=0.15)
+    save(figure, "limits")
+
+
 def draw_overlap(rows: list[Row]) -> None:
     """How much faster than reverse the overlap is, by family, size and batch."""
     families = {"ViT": "vit", "Swin": "swin", "MViT": "mvit", "RoBERTa, 512 tokens": "roberta"}
@@ -146,3 +177,6 @@ if __name__ == "__main__":
     draw_short(read("short"))
     draw_quality(read("short"))
     draw_overlap(read("overlap"))
+    draw_curves("revnet18", against="epochs")
+    draw_curves("race", against="seconds")
+    draw_limits(read("limits"))
