@@ -58,7 +58,7 @@ def test_unknown_arithmetics_are_refused():
     assert rd.Chain([nn.Identity()], arithmetic=grid).arithmetic is grid
     with pytest.raises(ValueError, match="'float', 'fixed'"):
         rd.Chain([nn.Identity()], arithmetic="exact")
-    with pytest.raises(ValueError, match="between 0 and 30"):
+    with pytest.raises(ValueError, match="from 0 to 30"):
         Fixed(bits=31)
 
 
@@ -179,3 +179,20 @@ def test_an_f_that_is_not_finite_is_refused(backward):
     chain = rd.Chain(units, arithmetic="fixed", backward=backward)
     with pytest.raises(FloatingPointError, match=r"unit 2, Coupling\(Divides\).*not finite"):
         chain(torch.ones(2, 3))
+
+
+def test_the_grid_in_inference_mode():
+    chain, x = (
+        vector_chain(MLP, 3, backward="reverse", arithmetic="fixed").eval(),
+        torch.randn(4, 6),
+    )
+    with torch.no_grad():
+        expected = chain(x)
+    with torch.inference_mode():
+        assert torch.equal(chain(x), expected)
+
+
+@pytest.mark.parametrize("bits", [1.5, "20", -1, 31])
+def test_bits_are_a_whole_number(bits):
+    with pytest.raises(ValueError, match="bits must be a whole number from 0 to 30"):
+        Fixed(bits)

@@ -14,6 +14,7 @@ from oracle import weigh
 from torch import nn
 
 import redivider as rd
+from redivider.footprint import Live
 
 
 class Counted(MLP):
@@ -130,6 +131,7 @@ MEASURE = """
 import resource, sys, torch
 from torch import nn
 import redivider as rd
+from redivider.footprint import Live
 
 torch.set_num_threads(1)
 backward, *depths = sys.argv[1:]
@@ -178,3 +180,21 @@ def test_a_process_is_no_larger_at_depth_64_than_at_depth_8():
     assert held_8 < 4 * STREAM
     _, stored_8, stored_16, _ = measure("store", 2, 8, 16)
     assert stored_16 - stored_8 > 8 * STREAM, "the control: the measure sees what is stored"
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse", "overlap"])
+def test_nothing_is_left_after_a_backward_though_the_loss_is_kept(backward, frozen):
+    chain = vector_chain(MLP, 6, backward=backward)
+    for unit in list(chain)[: 2 + frozen]:
+        unit.requires_grad_(not frozen)
+    losses = []
+    with Live() as live:
+        for _ in range(4):
+            loss = weigh(chain(torch.randn(1000, 6)))
+            loss.backward()
+            chain.zero_grad()
+            losses.append(loss)
+            del loss
+            gc.collect()
+            assert live.bytes < 1000  # losses and figures, and no stream, which has 24,000

@@ -138,3 +138,74 @@ def test_a_model_without_memory_can_be_measured_and_cut():
     x = torch.empty(2, 3, 32, 32, device="meta")
     assert rd.measure_memory(model, x).held > 0
     assert sum(rd.balance(model, 4, example=x)) == len(model)
+
+
+def test_checkers_compute_gradients_also_where_the_caller_wants_none():
+    chain = vector_chain(MLP, 3, backward="reverse").double()
+    x = torch.randn(5, 6).double()
+    plain = rd.check_gradients(chain, x)
+    memory = rd.measure_memory(chain, x)
+    assert plain.worst > 0
+    with torch.no_grad():
+        assert rd.check_gradients(chain, x).each == plain.each
+        assert rd.measure_memory(chain, x) == memory
+    chain.requires_grad_(False)
+    x.requires_grad_()
+    assert rd.measure_memory(chain, x).peak > 0
+    assert rd.measure_memory(chain, x.detach()).peak > 0
+    with pytest.raises(ValueError, match="two depths or more"):
+        rd.check_memory(lambda depth: vector_chain(MLP, depth), x, depths=(3,))
+
+
+class Rotated(nn.Module):
+    """Of complex numbers."""
+
+    def __init__(self, width):
+        super().__init__()
+        weight = torch.randn(width, width, dtype=torch.complex128) / 3
+        self.weight, self.wrong = nn.Parameter(weight), 0.0
+
+    def forward(self, a):
+        self.wrong *= 1j
+        return a @ self.weight + self.wrong
+
+
+def test_complex_streams_are_checked_whole():
+    chain = rd.Chain([rd.Duplicate(), *(rd.Coupling(Rotated(4)) for _ in range(3)), rd.Fuse()])
+    x = torch.randn(3, 4, dtype=torch.complex128)
+    assert rd.check_reversible(chain, x).worst < 1e-12
+    assert 0 < rd.check_gradients(chain, x).worst < 1e-12
+    assert rd.measure_memory(chain, x).peak > 0
+    chain[1].f.wrong = 1.0  # another number each time it is run, also along the imaginary axis
+    with pytest.raises(rd.UnitError, match="recovered with a relative error"):
+        rd.check_reversible(chain, x)
+    chain.arithmetic = "fixed"
+    with pytest.raises(rd.UnitError, match=r"holds real numbers, got torch\.complex128"):
+        chain(x)
+
+
+class Cached(nn.Module):
+    """Keeps a buffer for the last shape, as rotary embeddings do."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("cache", None, persistent=False)
+
+    def forward(self, a):
+        if self.cache is None or self.cache.shape != a.shape:
+            self.cache = torch.ones_like(a)
+        return self.linear(a) * self.cache
+
+
+def test_buffers_that_are_made_on_the_way_are_gone_again():
+    chain = vector_chain(Cached, 2, backward="reverse")
+    for check in (rd.check_gradients, rd.check_reversible, rd.measure_memory):
+        check(chain, torch.randn(5, 6))
+        assert all(each.cache is None for each in chain.modules() if isinstance(each, Cached))
+    chain(torch.randn(3, 6))
+    before = [each.cache for each in chain.modules() if isinstance(each, Cached)]
+    for check in (rd.check_gradients, rd.check_reversible, rd.measure_memory):
+        check(chain, torch.randn(5, 6))
+        after = [each.cache for each in chain.modules() if isinstance(each, Cached)]
+        assert all(one is other for one, other in zip(before, after, strict=True))

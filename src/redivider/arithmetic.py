@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from redivider.errors import UnitError
+
 INT32_SPAN = 2.0**31
 
 
@@ -80,8 +82,8 @@ class Fixed(Arithmetic):
     exact = True
 
     def __init__(self, bits: int = 20) -> None:
-        if not 0 <= bits <= 30:
-            raise ValueError(f"bits must lie between 0 and 30, got {bits}")
+        if not isinstance(bits, int) or not 0 <= bits <= 30:
+            raise ValueError(f"bits must be a whole number from 0 to 30, got {bits!r}")
         self.bits = bits
 
     def __repr__(self) -> str:
@@ -109,6 +111,8 @@ class Fixed(Arithmetic):
 
     def _steps(self, x: Tensor) -> Tensor:
         x = x.detach()
+        if x.is_complex():
+            raise UnitError(f'{self} holds real numbers, got {x.dtype}; use arithmetic="float"')
         wide = x if x.dtype == torch.float64 else x.float()
         return (wide * 2.0**self.bits).round_()
 

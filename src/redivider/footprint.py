@@ -29,12 +29,14 @@ class Memory:
 
 def measure_memory(chain: nn.Module, x: Any, /, **side: Any) -> Memory:
     """Count the bytes that a forward and a backward allocate: measured, on any device."""
-    with restored(chain), Live() as live:
+    given = [each for each in tree_leaves((x, side)) if isinstance(each, Tensor)]
+    wanted = [each for each in (*chain.parameters(), *given) if each.requires_grad]
+    with restored(chain), torch.enable_grad(), Live() as live:
         output = chain(x, **side)
         held = live.bytes
-        roots = [each for each in tree_leaves(output) if each.requires_grad]
-        wanted = [each for each in chain.parameters() if each.requires_grad]
-        torch.autograd.grad([each.sum() for each in roots], wanted, allow_unused=True)
+        roots = [each.sum() for each in tree_leaves(output) if each.requires_grad]
+        if roots:
+            torch.autograd.grad(roots, wanted, [*map(torch.ones_like, roots)], allow_unused=True)
         return Memory(held, live.peak)
 
 
@@ -58,6 +60,8 @@ def check_memory(
     """
     if isinstance(build, nn.Module):
         raise TypeError("check_memory takes a function from a depth to a chain, not a chain")
+    if len(set(depths)) < 2:
+        raise ValueError(f"check_memory compares two depths or more, got {depths}")
     found = {depth: measure_memory(build(depth), x, **side) for depth in sorted(depths)}
     least, most = min(depths), max(depths)
     if found[most].held > (1 + tolerance) * found[least].held:

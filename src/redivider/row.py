@@ -143,9 +143,14 @@ class Row:
             )
         return self._handed[index]
 
-    def lend(self, streams: Streams | None) -> None:
+    def lend(self, streams: Streams) -> None:
         """Hold the output of a coupling that another CUDA stream reads, until the next one is."""
         self._lent = streams if self.ahead is not None else None
+
+    def let_go(self, index: int) -> None:
+        """In the backward: this coupling is done; if it has handed nothing on, so is the row."""
+        if self._handed.pop(index, None) is not None or index == 0:
+            self._lent = None
 
     def wants_input(self, index: int, requires_grad: bool) -> bool:
         """Whether anyone will ask for the recovered input of this coupling."""
@@ -178,7 +183,7 @@ class Row:
 
 def _mark(x: Tensor) -> tuple[int, int]:
     """Tells whether a tensor is the same memory, unchanged, whatever view of it this is."""
-    return x.untyped_storage().data_ptr(), x._version
+    return x.untyped_storage().data_ptr(), 0 if x.is_inference() else x._version
 
 
 def widen_streams(streams: Any) -> Streams:
@@ -247,8 +252,7 @@ class _KeptNothing(Kept):
         self, prepared: Recovered | None, needs: Sequence[bool], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         dc, da = grads
-        if self._index == 0:
-            self._row.lend(None)
+        self._row.let_go(self._index)
         if prepared is None or dc is None:
             return [None, da, *[None] * (len(needs) - 2)]
         da, db, *rest = prepared.pull_back(dc, da)

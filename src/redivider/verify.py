@@ -107,10 +107,11 @@ def check_gradients(
         first = next(iter(wanted.values()))
         casts = is_autocast_enabled(first.device)
         dtype = torch.get_autocast_dtype(first.device.type) if casts else first.dtype
-        tolerance = 0.0 if chain.arithmetic.exact else GRADIENT_TOLERANCE.get(dtype, 5e-2)
-    floor = 1e-3 * torch.stack([each.double().norm() for each in true]).norm().item()
+        known = GRADIENT_TOLERANCE.get(dtype.to_real(), 5e-2)
+        tolerance = 0.0 if chain.arithmetic.exact else known
+    floor = 1e-3 * torch.stack([_wide(each).norm() for each in true]).norm().item()
     errors = {
-        name: (a.double() - b.double()).norm().item() / max(b.double().norm().item(), floor, 1e-300)
+        name: (_wide(a) - _wide(b)).norm().item() / max(_wide(b).norm().item(), floor, 1e-300)
         for name, a, b in zip(wanted, got, true, strict=True)
     }
     report = Errors(f"relative error of the gradients of {chain.backward!r}", errors)
@@ -163,10 +164,14 @@ def _round_trip(
 
 def _distance(streams: Streams, original: Streams) -> float:
     difference = torch.stack(
-        [(x.double() - y).norm() for x, y in zip(streams, original, strict=True)]
+        [(_wide(x) - y).norm() for x, y in zip(streams, original, strict=True)]
     )
-    scale = torch.stack([y.double().norm() for y in original])
+    scale = torch.stack([_wide(y).norm() for y in original])
     return float(difference.norm() / scale.norm().clamp_min(1e-300))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
 @contextmanager
@@ -185,8 +190,10 @@ def _storing(chain: Chain) -> Iterator[None]:
 def _gradients(
     chain: Chain, x: Any, side: dict[str, Any], wanted: Sequence[Tensor]
 ) -> list[Tensor]:
-    with restored(chain):
+    with restored(chain), torch.enable_grad():
         outputs = [each for each in tree_leaves(chain(x, **side)) if each.requires_grad]
+        if not outputs:
+            raise ValueError("no output of the chain has a gradient: nothing to compare")
         # Any cotangent will do that is not constant: a sum would hide rows that are swapped.
         cotangents = [
             torch.linspace(-1, 1, each.numel()).to(each).view_as(each) for each in outputs
@@ -201,7 +208,9 @@ def _gradients(
 @contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
     """Put random state and buffers back afterwards; inside, count no steps and watch no drift."""
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    # A buffer may be made, or be another one, in between.
+    buffers = [(each, dict(each._buffers)) for each in module.modules()]
+    values = {buffer: buffer.clone() for buffer in module.buffers()}
     devices = {each.device for each in module.parameters()}
     devices = {each for each in devices if each.type not in ("cpu", "meta")}
     every = [(each, each.check_every) for each in module.modules() if isinstance(each, Chain)]
@@ -213,8 +222,11 @@ def restored(module: nn.Module) -> Iterator[None]:
         finally:
             for chain, check_every in every:
                 chain.check_every = check_every
+            for each, own in buffers:
+                each._buffers.clear()
+                each._buffers.update(own)
             with torch.no_grad():
-                for name, buffer in module.named_buffers():
-                    if buffer.is_meta or torch.equal(buffer, buffers[name]):
+                for buffer, value in values.items():
+                    if buffer.is_meta or torch.equal(buffer, value):
                         continue  # a write would count as a change
-                    buffer.copy_(buffers[name])
+                    buffer.copy_(value)

@@ -459,3 +459,24 @@ def test_the_first_step_of_an_optimizer_is_not_recorded():
     assert equal(*[run(pipe, 60) for pipe in pipes])
     assert pipes[0]._concurrent.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
+
+
+def test_rates_that_somebody_sets_are_those_of_recorded_ticks():
+    pipes = build_both(network, stages=CUTS[5])
+    schedulers = [
+        torch.optim.lr_scheduler.ExponentialLR(stage.optimizer, 0.98)
+        for pipe in pipes
+        for stage in pipe.stages
+    ]
+    for index, (x, target) in enumerate(batches(60)):
+        losses = [pipe.step(x, target).loss for pipe in pipes]
+        assert equal(*losses)
+        for each in schedulers if index > 10 else ():  # all have updated
+            each.step()
+        if index == 40:  # a number instead of a tensor
+            for pipe in pipes:
+                pipe.stages[1].optimizer.param_groups[0]["lr"] = 0.01
+    assert pipes[0]._concurrent.is_active
+    states = [pipe.full_state_dict() for pipe in pipes]
+    assert equal(*states)
+    assert float(pipes[0].stages[1].optimizer.param_groups[0]["lr"]) < 0.01

@@ -463,3 +463,171 @@ def test_a_message_is_not_changed_by_clipping():
     for _ in range(6):
         pipe.step(torch.randn(4, 5), torch.randn(4, 3))
     assert len(sent) == 7 and all(torch.equal(now, then) for now, then in sent)
+
+
+def small(*units, **options):
+    return rd.Pipeline(
+        list(units),
+        **{
+            "stages": "auto",
+            "loss": F.mse_loss,
+            "optimizer": lambda stage: torch.optim.SGD(stage.parameters(), lr=0.05),
+            "seed": 0,
+        }
+        | options,
+    )
+
+
+def pairs(number, width=4):
+    torch.manual_seed(1)
+    return [(torch.randn(5, width).double(), torch.randn(5, 3).double()) for _ in range(number)]
+
+
+class Fourier(nn.Linear):
+    def forward(self, x):
+        return torch.fft.fft(super().forward(x))
+
+
+class Magnitude(nn.Linear):
+    def forward(self, z):
+        return super().forward(z.abs())
+
+
+def test_gradients_flow_through_complex_numbers():
+    torch.manual_seed(0)
+    units = [Fourier(4, 4).double(), Magnitude(4, 3).double()]
+    plain = copy.deepcopy(nn.Sequential(*units))
+    pipe, optimizer = small(*units, stages=1), torch.optim.SGD(plain.parameters(), lr=0.05)
+    for x, target in pairs(5):
+        pipe.step(x, target)
+        optimizer.zero_grad()
+        F.mse_loss(plain(x), target).backward()
+        optimizer.step()
+    for one, other in zip(nn.Sequential(*units).parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda output, target: (output > target).sum(), "of torch.int64, has none"),
+        (lambda output, target: F.mse_loss(output.detach(), target), "must have a gradient"),
+        (lambda output, target: F.mse_loss(output, target) * 1j, "must be a real number"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused(loss, said):
+    with pytest.raises(rd.UnitError, match=f"loss, micro-batch 0: .* {said}"):
+        small(nn.Linear(4, 3).double(), loss=loss).step(*pairs(1)[0])
+
+
+class WithTable(nn.Module):
+    """Hands a weight on, as a table of positions might be."""
+
+    def __init__(self, copies):
+        super().__init__()
+        self.linear, self.table = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 3))
+        self.copies = copies
+
+    def forward(self, x):
+        return self.linear(x), self.table.clone() if self.copies else self.table[:]
+
+
+class ByTable(nn.Linear):
+    def forward(self, pair):
+        return super().forward(pair[0]) @ pair[1]
+
+
+@pytest.mark.parametrize("method", ["petra", "delayed", "delayed-graph"])
+def test_a_weight_that_is_handed_on_is_that_of_the_forward(method):
+    losses = []
+    for copies in (False, True):
+        torch.manual_seed(0)
+        units = [WithTable(copies), ByTable(4, 4), nn.Linear(3, 3)]
+        pipe = small(*(each.double() for each in units), method=method)
+        ticks = [pipe.step(x, target) for x, target in pairs(12)]
+        losses.append([float(tick.loss) for tick in ticks if tick.loss is not None])
+    assert losses[0] == losses[1]
+
+
+def test_parameters_that_the_optimizer_has_not_count_for_nothing():
+    found = []
+    for frozen in (False, True):
+        torch.manual_seed(0)
+        units = [nn.Linear(4, 4).double(), nn.Linear(4, 3).double()]
+        units[0].requires_grad_(not frozen)
+        pipe = small(
+            *units,
+            stages=1,
+            clip_norm=0.1,
+            accumulate=2,
+            optimizer=lambda stage: torch.optim.SGD(stage.get_submodule("1").parameters(), lr=1.0),
+        )
+        for x, target in pairs(6):
+            pipe.step(x, target)
+        assert units[0].weight.grad is None
+        found.append(units[1].weight.detach().clone())
+    assert torch.equal(*found)
+
+
+def test_a_stage_that_was_frozen_cannot_be_trained():
+    first = nn.Linear(4, 4).double().requires_grad_(False)
+    pipe = small(first, nn.Linear(4, 3).double())
+    pipe.step(*pairs(1)[0])
+    first.requires_grad_()
+    with pytest.raises(rd.UnitError, match="stage 0 had nothing to train when"):
+        pipe.flush()
+
+
+def test_hooks_that_would_not_be_called_are_refused():
+    unit = nn.Linear(4, 3)
+    unit.weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(rd.UnitError, match=r"unit 0.* has a hook for its gradient"):
+        small(unit)
+    unit = nn.Linear(4, 3)
+    unit.weight.register_post_accumulate_grad_hook(lambda each: None)
+    with pytest.raises(rd.UnitError, match="register_step_pre_hook"):
+        small(unit)
+    coupling = rd.Coupling(nn.Linear(4, 4))
+    coupling.register_forward_hook(lambda *_: None)
+    with pytest.raises(rd.UnitError, match="has hooks, which a pipeline would not call"):
+        small(rd.Duplicate(), coupling, rd.Fuse())
+
+    class Halved(rd.Coupling):
+        def forward(self, streams, /, **side):
+            return super().forward(streams)
+
+    with pytest.raises(rd.UnitError, match="a forward of its own"):
+        small(rd.Duplicate(), Halved(nn.Linear(4, 4)), rd.Fuse())
+
+
+def test_rates_are_the_optimizers_own_without_a_function_of_them():
+    torch.manual_seed(0)
+    units = [nn.Linear(4, 4).double(), nn.Linear(4, 3).double()]
+    pipe = small(*units)
+    rates = []
+    pipe.stages[1].optimizer.register_step_pre_hook(
+        lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
+    )
+    optimizer = pipe.stages[1].optimizer
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for x, target in pairs(3):
+        pipe.step(x, target)
+        if rates:
+            scheduler.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    pipe.step(*pairs(1)[0])
+    assert rates == [0.05, 0.025, 0.1]  # in the first tick nothing comes back
+
+
+def test_sparse_gradients_and_lbfgs_are_refused():
+    with pytest.raises(TypeError, match="LBFGS"):
+        small(nn.Linear(4, 3), optimizer=lambda stage: torch.optim.LBFGS(stage.parameters()))
+    pipe = small(nn.Embedding(4, 3, sparse=True), stages=1)
+    with pytest.raises(rd.UnitError, match=r"unit 0.* is sparse"):
+        pipe.step(torch.tensor([1, 2]), torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("stages", [2.0, None])
+def test_stages_must_be_whole(stages):
+    with pytest.raises(TypeError, match="stages must be a whole number"):
+        small(nn.Linear(4, 4), nn.Linear(4, 3), stages=stages)

@@ -100,6 +100,24 @@ def test_a_full_disk_loses_no_checkpoint(capsys):
     assert main(["train", "--resume", "full"]) == 0
 
 
+@pytest.mark.parametrize("words", ["train recipe.json --out other", "report run --out page.html"])
+def test_what_a_full_disk_stops_says_so_and_leaves_what_was_there(words):
+    assert main(["train", "recipe.json", "--out", "run"]) == 0
+    assert main(["report", "run", "--out", "page.html"]) == 0
+    page = Path("page.html").read_bytes()
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    process = command(*words.split(), preexec_fn=limit)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2, err
+    assert "make room" in err and err.count("\n") == 1 and "Traceback" not in err
+    assert Path("page.html").read_bytes() == page
+    assert not list(Path().glob(".page*"))
+
+
 def test_a_damaged_checkpoint_is_passed_over(capsys, caplog):
     assert main(["train", "recipe.json", "--out", "run", "--epochs", "0.5"]) == 0
     whole = rows(Path("run"))

@@ -390,3 +390,22 @@ def test_a_comparison_is_not_one_training(tmp_path):
     with pytest.raises(TrainError, match=r"compares store, petra: .*compare=\(\)"):
         train(both, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_was_killed_before_its_log_begins_anew(tmp_path):
+    whole = train(recipe(), tmp_path / "whole")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    shutil.copy(tmp_path / "whole" / "recipe.json", folder)
+    assert train(recipe(), folder, resume=True).score == whole.score
+
+
+@pytest.mark.parametrize("tail", [b"\xff\xfe", b"5", b'{"kind": "tr'])
+def test_a_damaged_last_line_is_dropped(tail, tmp_path, monkeypatch):
+    stop_after(monkeypatch, 24)
+    with pytest.raises(Stopped):
+        train(recipe(), tmp_path / "run")
+    with (tmp_path / "run" / "log.jsonl").open("ab") as log:
+        log.write(tail)
+    train(recipe(), tmp_path / "run", resume=True)
+    assert read_run(tmp_path / "run").end

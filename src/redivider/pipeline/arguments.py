@@ -54,6 +54,10 @@ def verify_optimizer(made: Any, stage: Stage, *, lookahead: bool) -> None:
             f"optimizer must return a torch.optim.Optimizer, such as {HOW}, got "
             f"{type(made).__name__} for stage {stage.index}"
         )
+    if isinstance(made, torch.optim.LBFGS):
+        raise TypeError(
+            "LBFGS computes the loss several times in a step, which a pipeline cannot; take another"
+        )
     own = set(stage.module.parameters())
     others = [each for group in made.param_groups for each in group["params"] if each not in own]
     if others:

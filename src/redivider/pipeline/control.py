@@ -38,8 +38,8 @@ class Control:
         self._sent: tuple[list[float], int] = [], -1
         self._extra_steps: dict[Stage, list[int]] = {}
         self._find_rates([], [0] * len(pipe.stages))  # notes what the rates were made with
-        for group, rate in zip(groups, self._rates, strict=False):
-            group["lr"] = rate.fill_(group["lr"])
+        self._group_rates = list(zip(groups, self._rates, strict=False))
+        self._take_rates()
         for stage in pipe.stages:
             if stage.ahead is not None and stage.optimizer is not None:
                 done = steps_done(stage.optimizer)
@@ -73,14 +73,26 @@ class Control:
             num_ahead: The updates that each stage looks ahead.
         """
         _send(numbers, self._numbers)
+        if self._pipe._factor is None:
+            self._take_rates()
+            return
         rates = self._find_rates(due, num_ahead)
         if (rates, self._rates._version) != self._sent:  # a caller may have written there
             _send(rates, self._rates)
             self._sent = rates, self._rates._version
 
+    def _take_rates(self) -> None:
+        """Bring the groups' rates, which somebody may have set, to where ticks read them."""
+        for group, rate in self._group_rates:
+            if group["lr"] is not rate:
+                group["lr"] = rate.fill_(group["lr"])
+
     def _find_rates(self, due: Sequence[Stage], num_ahead: Sequence[int]) -> list[float]:
         """Learning rates, of updates that are due, else of the last ones; then coefficients."""
-        rates, ahead = [], []
+        rates: list[float] = []
+        ahead: list[list[float]] = []
+        if self._pipe._factor is None:
+            return []  # they are the caller's
         for stage, num in zip(self._pipe.stages, num_ahead, strict=True):
             update = max(0, stage.num_updates - (stage not in due))
             rates += stage.rates(self._pipe._factor(update))

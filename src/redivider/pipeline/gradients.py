@@ -5,6 +5,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from redivider.errors import UnitError
+
+
+def may_need(each: Tensor) -> bool:
+    """Whether a tensor can have a gradient."""
+    return each.is_floating_point() or each.is_complex()
+
 
 def widen(wide: list[Tensor], narrow: list[Tensor]) -> None:
     """Copy gradients of weights that were cast to tensors of as many bits as the weights have."""
@@ -22,6 +29,8 @@ def accumulate(
     `others` are gradients that go elsewhere; autograd may give one tensor to several.
     """
     pairs = [(each, grad) for each, grad in zip(parameters, grads, strict=True) if grad is not None]
+    if any(grad.layout is not torch.strided for _, grad in pairs):
+        raise UnitError("a gradient is sparse, which pipelines cannot sum; give sparse=False")
     narrow = [(each, grad) for each, grad in pairs if grad.dtype != each.dtype]
     wide = {each: torch.empty_like(each, requires_grad=False) for each, _ in narrow}
     if narrow:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
 from redivider.chain import Chain, takes_of, verify_keywords
@@ -29,6 +28,7 @@ from redivider.pipeline.concurrent import Concurrent
 from redivider.pipeline.cut import balance_of, units_of
 from redivider.pipeline.feed import Feed
 from redivider.pipeline.fused import fuse
+from redivider.pipeline.given import Given, tensors_of, verify_given
 from redivider.pipeline.graphs import CudaGraphs
 from redivider.pipeline.loss import Loss
 from redivider.pipeline.memory import resolve_method
@@ -78,7 +78,9 @@ class Pipeline:
         method: What is kept and which weights the backward sees: "petra", "dsp", "delayed",
             "delayed-graph", "exact-inverse" or "approximate-input".
         accumulate: Backward passes per update; their gradients are averaged.
-        lr_lambda: Factor of the learning rate by the number of a stage's update.
+        lr_lambda: Factor of the learning rate by the number of a stage's update. Without it rates
+            are as the optimizers have them, for whoever sets them (not with `lookahead`, which must
+            know the next ones: then they stay as they were made).
         latency: Ticks that a message travels between neighbouring stages.
         lookahead: "momentum" for forwards by the weights that momentum predicts for the time of
             the backward (SGD with momentum, Adam, AdamW); takes a copy of the weights of every
@@ -132,15 +134,17 @@ class Pipeline:
         )
         units = units_of(model)
         self.method = resolve_method(method)
-        self.accumulate = accumulate
-        self.latency = latency
+        self.accumulate = int(accumulate)
+        self.latency = int(latency)
         self.seed = torch.initial_seed() if seed is None else seed
         self.arithmetic = resolve_arithmetic(arithmetic)
         self.packing = Packing(message_dtype)
         self.cut, self._loads = resolve_cut(units, stages, example)
         self.balance = balance_of(self._loads)
         self.lookahead = lookahead
-        self._factor = lr_lambda or (lambda update: 1.0)
+        self._factor = lr_lambda
+        if lookahead and lr_lambda is None:
+            self._factor = lambda update: 1.0  # the next rates must be known
         self._clip = None if clip_norm is None else Clip(clip_norm, clip_over)
         verify_unshared(units, self.cut, loss)
         self._unit_names, self._takes = list(units), takes_of(units.values())
@@ -160,6 +164,7 @@ class Pipeline:
                 stage.optimizer = optimizer(stage.module)
                 verify_optimizer(stage.optimizer, stage, lookahead=lookahead is not None)
                 if lookahead:
+                    assert self._factor is not None
                     stage.ahead = Ahead(accumulate, self._factor)
         self._tick = 0  # since the pipeline was last empty
         self._first = 0  # the micro-batch that entered at tick 0
@@ -167,6 +172,7 @@ class Pipeline:
         # On their way: by stage, then by micro-batch.
         self._up: list[dict[int, Message]] = [{} for _ in self.cut]
         self._down: list[dict[int, Message]] = [{} for _ in self.cut]
+        self._given = Given()
         self._stopped: str | None = None
         self._probe: Probe | None = None
         self._around = Around()
@@ -191,7 +197,8 @@ class Pipeline:
 
         An input and a target on the host go to the model's GPU while the last tick runs there.
         """
-        self._verify_side(side)
+        verify_keywords(side, self._takes)
+        verify_given(x, target, side)
         self._verify_running()
         if self._feed is not None:
             x, target = self._feed.bring((x, target))
@@ -199,6 +206,7 @@ class Pipeline:
             with self._stopping():
                 found = self._concurrent.step(x, target, side)
             if found is not None:
+                self._given.forget()  # graphs have copies
                 return Tick(*found)
         self._enter(self._first + self._entered, x, target, side)
         self._entered += 1
@@ -236,7 +244,8 @@ class Pipeline:
         self._first += self._entered
         self._tick = self._entered = 0
         if update:
-            self._update([stage for stage in self.stages if stage.num_pending])
+            with self._stopping(), without_autocast(self.device):
+                self._update([stage for stage in self.stages if stage.num_pending])
         return [tick for tick in ticks if tick.microbatch is not None]
 
     @torch.no_grad()
@@ -258,6 +267,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next ticks depend on, copied: all that is in flight, too."""
+        self._verify_running()
         self._leave_graphs()
         return take_snapshot(self)
 
@@ -266,7 +276,9 @@ class Pipeline:
         verify_snapshot(self, state)
         if self._concurrent is not None:
             self._concurrent.forget()
-        restore_snapshot(self, state)
+        self._given.forget()
+        with self._stopping():
+            restore_snapshot(self, state)
         self._stopped = None
         if self._probe is not None:
             self._probe.forget()
@@ -281,7 +293,6 @@ class Pipeline:
 
     def save(self, folder: str | Path) -> None:
         """Write the state to a folder: safetensors (a package to install) and a manifest."""
-        self._verify_running()
         write_state(folder, self.state_dict())
 
     def load(self, folder: str | Path) -> None:
@@ -313,7 +324,11 @@ class Pipeline:
 
     def _enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> None:
         """Let a micro-batch in."""
-        autocast = Autocast(tree_leaves(x)[0].device)
+        found = tensors_of(x)
+        if not found:
+            raise TypeError(f"a step needs a tensor, or a structure of some, got {x!r}")
+        self._given.note(n, (x, side), target)
+        autocast = Autocast(found[0].device)
         message = self._up[0][n] = Message(n, Flow(x), autocast, side, target)
         if self._probe is not None:
             self._probe.enter(message)
@@ -369,7 +384,7 @@ class Pipeline:
                     self.observer(Action(kind, j, n), start)
             self._tick += 1
             self._end_tick()
-            self._update([s for s in self.stages if s.num_pending == self.accumulate])
+            self._update([s for s in self.stages if s.num_pending >= self.accumulate])
         return result
 
     def _forward(self, j: int, n: int) -> Tick | None:
@@ -402,7 +417,8 @@ class Pipeline:
         for stage in stages:
             others = [norm for j, norm in enumerate(norms) if j != stage.index]
             with self._around.lane("U", stage.index):
-                self._around.set_rate(stage, self._factor(stage.num_updates))
+                if self._factor is not None:
+                    self._around.set_rate(stage, self._factor(stage.num_updates))
                 stage.update(self._clip, others)
 
     def _leave_graphs(self) -> None:
@@ -410,20 +426,16 @@ class Pipeline:
             with self._stopping():
                 self._concurrent.leave()
 
-    def _verify_side(self, side: dict[str, Any]) -> None:
-        verify_keywords(side, self._takes)
-        for name, value in side.items():
-            if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(value)):
-                raise ValueError(
-                    f"the keyword {name!r} requires grad, but a pipeline gives side inputs no "
-                    "gradient; detach it, or train with a Chain"
-                )
-
     def _verify_running(self) -> None:
         if self._stopped is not None:
             raise RuntimeError(
                 f"the pipeline was stopped in the middle of a tick by: {self._stopped}; load a "
                 "state from before, or build it anew"
+            )
+        done = self._tick - self.latency * (len(self.cut) - 1)  # that have met their loss
+        with self._stopping():
+            self._given.verify(
+                self._first + self._entered - self.num_in_flight, self._first + max(0, done)
             )
 
     @contextmanager

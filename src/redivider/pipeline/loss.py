@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.arithmetic import Arithmetic
 from redivider.errors import UnitError
-from redivider.pipeline.gradients import accumulate
+from redivider.pipeline.gradients import accumulate, may_need
 from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.unit import Flow
 from redivider.replay import Call, GraphRun, Record
@@ -86,7 +86,7 @@ class Loss:
         )
         call, tensors = Call.split(self.module, (output, message.target), {})
         values = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
-        needs = [each.is_floating_point() for each in values]
+        needs = [may_need(each) for each in values]
         needs += [False] * (len(tensors) - len(values) - len(call.parameters))
         needs += [each.requires_grad for each in call.parameters]
         randomness = Seeded(self._seed, n, self._index, values[0].device)
@@ -109,6 +109,13 @@ def _parted(result: Any) -> tuple[Tensor, Any]:
         if isinstance(loss, tuple | list):
             kind = f"a {kind} of {len(loss)}"
         raise UnitError(f"a loss must be one number, or (loss, aux), got {kind}")
+    if loss.is_complex():
+        raise UnitError(f"a loss must be a real number, got one of {loss.dtype}")
+    if not loss.requires_grad:
+        raise UnitError(
+            f"a loss must have a gradient, and this one, of {loss.dtype}, has none; compute it "
+            "from the output without detach, item and comparisons"
+        )
     return loss, aux
 
 

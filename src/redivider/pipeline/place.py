@@ -1,7 +1,8 @@
 """Units at their places: which stage each is in, and what it follows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from numbers import Integral
 from typing import Any, Literal
 
 from torch import nn
@@ -25,10 +26,12 @@ def resolve_cut(
         if stages != "auto":
             raise ValueError(f'stages must be a number, a list of sizes or "auto", got {stages!r}')
         sizes = [1] * len(units)
-    elif isinstance(stages, int):
-        sizes = cut_evenly(costs, stages)
+    elif isinstance(stages, Integral):
+        sizes = cut_evenly(costs, int(stages))
+    elif not isinstance(stages, Iterable):
+        raise TypeError(f'stages must be a whole number, a list of sizes or "auto", got {stages!r}')
     else:
-        sizes = list(stages)
+        sizes = [int(size) for size in stages]
         if any(size < 1 for size in sizes) or sum(sizes) != len(units):
             raise ValueError(
                 f"the sizes of the stages, {sizes}, must be at least 1 and add up to the number of "

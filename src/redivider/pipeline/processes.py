@@ -283,9 +283,12 @@ class DistributedPipeline(Pipeline):
     def _enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> None:
         team, autocast = self._team, Autocast(self._device)
         self._known[n] = (side, autocast)
+        if team.is_last:
+            self._given.note(n, (), target)
         if team.is_last and team.num_places > 1:
             self._future_targets[n], target = target, None
         if team.place == 0:
+            self._given.note(n, (x, side), target if team.is_last else None)
             if x is None:
                 raise ValueError("the first rank of a column needs the inputs, and got none")
             self._up[0][n] = Message(n, Flow(x), autocast, side, target)

@@ -1,9 +1,8 @@
 """All that the next ticks of a pipeline depend on, as plain data: taken, verified, put back."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from redivider.pipeline.stage import Message, Stage
@@ -59,29 +58,51 @@ def verify_snapshot(pipe: Any, state: Any) -> None:
             f"stages={state['cut']}"
         )
     for stage in pipe.stages:
-        if stage.optimizer is not None and stage.index in state["stages"]:
-            _verify_optimizer(stage, state["stages"][stage.index].get("groups", ()))
+        if stage.index in state["stages"]:
+            _verify_optimizer(stage, state["stages"][stage.index])
     for name, unit in pipe._units.items():
         if name not in state["units"]:
             raise StateError(f"{unit.name} is not in the state: it is that of another process")
-        mine = {key: tuple(each.shape) for key, each in unit.module.state_dict().items()}
-        saved = state["units"][name]["weights"]
-        other = {key: tuple(each.shape) for key, each in saved.items()}
-        if mine != other:
-            raise StateError(f"{unit.name} has the tensors {mine}, and in the state {other}")
+        _verify_weights(unit.name, unit.module, state["units"][name]["weights"])
+    if pipe._ends_here:
+        _verify_weights("the loss", pipe._loss.module, state["loss"]["weights"])
 
 
-def _verify_optimizer(stage: Stage, groups: Sequence[dict[str, Any]]) -> None:
-    """Refuse the state of an optimizer of another kind, as its settings show."""
-    assert stage.optimizer is not None
-    mine = set(stage.optimizer.defaults)
-    other = {key for group in groups for key in group} - {"names", "initial_lr"}
-    # Another version of torch may know more settings, or fewer, but not both.
-    if mine - other and other - mine:
-        kind = type(stage.optimizer).__name__
+def _verify_weights(name: str, module: nn.Module, saved: dict[str, Any]) -> None:
+    mine, other = _looks(module.state_dict()), _looks(saved)
+    if mine != other:
+        differ = [each for each in (*mine, *other) if mine.get(each) != other.get(each)]
+        here, there = (each.get(differ[0], "not there") for each in (mine, other))
         raise StateError(
-            f"stage {stage.index} has the optimizer {kind}, and the state is of another kind, with "
-            f"{', '.join(sorted(other - mine))} instead of {', '.join(sorted(mine - other))}"
+            f"{name} is another in the state: {differ[0]} is {there} in it, and {here} here"
+        )
+
+
+def _looks(tensors: dict[str, Any]) -> dict[str, str]:
+    return {
+        key: f"{str(each.dtype).removeprefix('torch.')} of {tuple(each.shape)}"
+        for key, each in tensors.items()
+        if isinstance(each, Tensor)
+    }
+
+
+def _verify_optimizer(stage: Stage, state: dict[str, Any]) -> None:
+    """Refuse the state of another optimizer, as its name and its groups show."""
+    if stage.optimizer is None and "groups" not in state:
+        return
+    mine = "none" if stage.optimizer is None else type(stage.optimizer).__name__
+    other = state.get("kind", mine) if "groups" in state else "none"
+    if mine != other:
+        raise StateError(
+            f"the optimizer of stage {stage.index} is {mine}, and in the state {other}"
+        )
+    names = {id(each): name for name, each in stage.module.named_parameters()}
+    here = [[names[id(each)] for each in group["params"]] for group in stage.groups]
+    there = [group["names"] for group in state["groups"]]
+    if here != there:
+        raise StateError(
+            f"the optimizer of stage {stage.index} has other groups of parameters than in the "
+            f"state: of {[*map(len, here)]} tensors, and there of {[*map(len, there)]}"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from redivider.errors import naming
+from redivider.errors import UnitError, naming
 from redivider.pipeline.casts import refresh
 from redivider.pipeline.dense import dense
 from redivider.pipeline.fused import unfused_where_new
@@ -177,7 +177,13 @@ class Stage:
         """
         if self.average is not None:
             self.average(self.module)
-        grads = [each.grad for each in self.module.parameters() if each.grad is not None]
+        trained = [each for group in self.groups for each in group["params"]]
+        grads = [each.grad for each in trained if each.grad is not None]
+        if self.optimizer is None and any(p.grad is not None for p in self.module.parameters()):
+            raise UnitError(
+                f"stage {self.index} had nothing to train when the pipeline was made, so it has no "
+                "optimizer, and now it has; make the pipeline first, and freeze parameters then"
+            )
         if grads and self.num_pending > 1:
             torch._foreach_div_(grads, self.num_pending)
         if clip is not None:
@@ -187,7 +193,7 @@ class Stage:
                 unit.weights.stash.advance()
         if self.optimizer is not None:
             self._step(self.optimizer)
-            self.optimizer.zero_grad()
+            self.module.zero_grad()  # the optimizer may not have all of them
         self.num_pending = 0
         self.num_updates += 1
 
@@ -200,6 +206,7 @@ class Stage:
         }
         if self.optimizer is not None:
             names = {id(each): name for name, each in self.module.named_parameters()}
+            state["kind"] = type(self.optimizer).__name__
             state["groups"] = [
                 {k: v for k, v in group.items() if k != "params"}
                 | {"names": [names[id(each)] for each in group["params"]]}

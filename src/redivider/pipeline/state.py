@@ -52,7 +52,7 @@ def write_state(folder: str | Path, state: dict[str, Any], writers: Writers | No
         state: All of it, or this process's part.
         writers: Those who write with it; each calls this.
     """
-    folder, writers = Path(folder), writers or Alone()
+    folder, writers = Path(folder).resolve(), writers or Alone()  # through links
     try:
         # The first one's number, since there may be several machines.
         number = all_well(writers, lambda: _make_new(folder) if writers.is_first else None)[0]
@@ -88,7 +88,9 @@ def all_well(writers: Writers, do: Callable[[], Any]) -> list[Any]:
 def _make_new(folder: Path) -> int:
     if folder.exists() and not (folder / MANIFEST).exists():
         raise StateError(f"{folder} exists and holds no state; choose another folder")
-    _beside(folder, "new", os.getpid()).mkdir(parents=True)
+    new = _beside(folder, "new", os.getpid())
+    shutil.rmtree(new, ignore_errors=True)  # of a process with this number that was killed
+    new.mkdir(parents=True)
     return os.getpid()
 
 

@@ -21,7 +21,7 @@ from redivider.compiled import run_apart
 from redivider.coupling import Coupling, Recovered, recover, verify_residual
 from redivider.errors import UnitError
 from redivider.pipeline.dense import dense
-from redivider.pipeline.gradients import accumulate, widen
+from redivider.pipeline.gradients import accumulate, may_need, widen
 from redivider.pipeline.lookahead import Prediction
 from redivider.pipeline.memory import Method, Version
 from redivider.pipeline.ring import Ring
@@ -106,6 +106,7 @@ class Unit:
                 f"{name}: its parameters have no values yet, so no optimizer can train them; give "
                 "them some first (run a lazy module on a batch, move one off the meta device)"
             )
+        _verify_hooks(name, module, parameters)
         stashes = method.weights == "stashed" and not at_the_end
         self.weights = Weights(parameters, stashes=stashes)
         self.kept: dict[int, Kept] = {}
@@ -150,7 +151,7 @@ class Unit:
         self.kept[microbatch] = kept
         self._draws = bool(self._draws) or randomness.drew
         if not self.is_coupling:
-            return Flow(output)
+            return Flow(self._apart(output, weights))
         a, b = flow.value
         added = self.arithmetic.add(b, verify_residual(output, argument))
         return Flow((self._sound(added, output), a), flow.dtype)
@@ -185,6 +186,15 @@ class Unit:
             return Flow(output)
         a, b = flow.value
         return Flow((self._sound(self.arithmetic.add(b, output), output), a), flow.dtype)
+
+    def _apart(self, output: Any, weights: Sequence[Tensor]) -> Any:
+        """An output that shares no memory with what will change while it is in flight."""
+        own = set(map(_memory, (*weights, *self._inner.buffers())))
+
+        def apart(each: Tensor) -> Tensor:
+            return each.clone() if _memory(each) in own else each
+
+        return tree_map_only(Tensor, apart, output)
 
     def _try(self, call: Call, tensors: Sequence[Tensor], microbatch: int) -> None:
         """Run the unit for nothing: buffers and random numbers are then as before."""
@@ -368,7 +378,7 @@ class Unit:
 
     def _needs(self, tensors: Sequence[Tensor], argument: Any) -> list[bool]:
         """Which tensors of a call need a gradient: argument and parameters, not side inputs."""
-        values = [self._needs_grad and each.is_floating_point() for each in _tensors(argument)]
+        values = [self._needs_grad and may_need(each) for each in _tensors(argument)]
         num_side = len(tensors) - len(values) - len(self.parameters)
         return [*values, *[False] * num_side, *(each.requires_grad for each in self.parameters)]
 
@@ -393,6 +403,25 @@ class Unit:
             what = "a stream left the range of" if torch.isfinite(x).all() else "f is not finite on"
             raise OverflowError(f"{self.name}: {what} {self.arithmetic}")
         return checked.stored
+
+
+def _verify_hooks(name: str, module: nn.Module, parameters: Sequence[Tensor]) -> None:
+    """Refuse what a pipeline would pass by: it adds up gradients, and couples streams, itself."""
+    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):
+        raise UnitError(
+            f"{name}: a parameter has a hook for its gradient, which a pipeline would not call; a "
+            "hook of the stage's optimizer (register_step_pre_hook) sees all gradients"
+        )
+    if isinstance(module, Coupling):
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        if any(hooks) or module._backward_pre_hooks:
+            raise UnitError(f"{name}: has hooks, which a pipeline would not call; give them to f")
+        if type(module).forward is not Coupling.forward:
+            raise UnitError(f"{name}: has a forward of its own, which a pipeline would not call")
+
+
+def _memory(each: Tensor) -> int | None:
+    return each.untyped_storage().data_ptr() if each.layout is torch.strided else None
 
 
 def _tensors(tree: Any) -> list[Tensor]:

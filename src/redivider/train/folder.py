@@ -48,8 +48,12 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file beside, and put it in its place when it is complete."""
     new = path.with_name(f".{path.name}.{os.getpid()}.new")  # others may write it, too
     with writing(path.parent):
-        new.write_text(text)
-        os.replace(new, path)
+        try:
+            new.write_text(text, encoding="utf-8")
+            os.replace(new, path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager

@@ -3,11 +3,12 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from redivider.train.folder import write_whole, writing
-from redivider.train.runs import LOG
+from redivider.train.runs import LOG, parse_row
 
 CURVES = {
     "train": ("loss", "accuracy", "lr", "samples_per_second"),
@@ -46,9 +47,11 @@ class Log:
 
     def close(self) -> None:
         """Close all files."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        with suppress(OSError):  # of a full disk, which was told when a line was written
+            self._file.close()
+        with suppress(OSError):
+            if self._board is not None:
+                self._board.close()
 
     def _tensorboard(self) -> Any:
         if self._board is None:
@@ -58,12 +61,12 @@ class Log:
     def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Write the file anew with some of its lines."""
         lines = []
-        for line in self._path.read_text().splitlines():
-            try:
-                if wanted(json.loads(line)):
-                    lines.append(line)
-            except ValueError:
-                break  # half a line, the last one of a killed run
+        for line in self._path.read_bytes().decode(errors="replace").split("\n"):
+            row = parse_row(line)
+            if row is None:
+                break  # the end, or half a line, the last one of a killed run
+            if wanted(row):
+                lines.append(line)
         write_whole(self._path, "".join(f"{line}\n" for line in lines))
 
 

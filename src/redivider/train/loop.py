@@ -92,7 +92,8 @@ def train(
 
 def _find_end(folder: Path) -> Result | None:
     """What a run has ended with, if it has."""
-    ended = read_run(folder).end if (folder / RECIPE).exists() else []
+    is_begun = (folder / RECIPE).exists() and (folder / LOG).exists()  # killed between them
+    ended = read_run(folder).end if is_begun else []
     if not ended:
         return None
     score = Score(_number(ended[-1]["loss"]), ended[-1]["accuracy"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from redivider.train import plots
+from redivider.train.folder import write_whole
 from redivider.train.plots import Series, Span
 from redivider.train.runs import Row, Run, numbers, read_run
 
@@ -89,7 +90,7 @@ def write_report(runs: Sequence[Path], out: Path) -> None:
     """
     page = _Page([read_run(Path(each)) for each in runs]).html()
     Path(out).parent.mkdir(parents=True, exist_ok=True)
-    Path(out).write_text(page, encoding="utf-8")
+    write_whole(Path(out), page)
 
 
 class _Page:

@@ -68,7 +68,7 @@ def read_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     path = folder / RECIPE
-    recipe = _parse(_read(path))
+    recipe = parse_row(_read(path))
     if recipe is None:
         raise TrainError(f"{path} is no JSON object; restore it, or leave the run out")
     rows: dict[str, list[Row]] = {kind: [] for kind in _KINDS}
@@ -88,14 +88,14 @@ def _read(path: Path) -> bytes:
 def _rows(path: Path) -> Iterator[Row]:
     lines = _read(path).rstrip().split(b"\n")
     for number, line in enumerate(lines, start=1):
-        row = _parse(line)
+        row = parse_row(line)
         if row is not None:
             yield row
         elif number < len(lines):
             raise TrainError(f"{path}: line {number} is no JSON object; mend or delete the line")
 
 
-def _parse(text: bytes) -> Row | None:
+def parse_row(text: bytes | str) -> Row | None:
     """A JSON object, or None if it is none."""
     try:
         found = json.loads(text)
