@@ -409,3 +409,11 @@ def test_a_damaged_last_line_is_dropped(tail, tmp_path, monkeypatch):
         log.write(tail)
     train(recipe(), tmp_path / "run", resume=True)
     assert read_run(tmp_path / "run").end
+
+
+def test_a_checkpoint_of_another_network_says_so(tmp_path, monkeypatch):
+    stop_after(monkeypatch, 24)
+    with pytest.raises(Stopped):
+        train(recipe(), tmp_path / "run")
+    with pytest.raises(TrainError, match=r"does not fit: size mismatch for .*\)\.$"):
+        train(recipe(model_options={"width": 8}), tmp_path / "run", resume=True)

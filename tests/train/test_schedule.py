@@ -39,11 +39,13 @@ def test_a_run_shorter_than_its_warm_up():
 
 
 def test_what_does_not_come_to_pass_is_told():
-    assert not doubts(recipe(epochs=3, warmup=1, schedule="step", milestones=(1, 2)))
-    (late,) = doubts(recipe(epochs=3, schedule="step", milestones=(2, 150, 225)))
+    assert not doubts(recipe(epochs=3, warmup=1, schedule="step", milestones=(1, 2)), 100)
+    (late,) = doubts(recipe(epochs=3, schedule="step", milestones=(2, 150, 225)), 100)
     assert "ends before the rate falls after 150, 225 epochs" in late
-    (warm,) = doubts(recipe(epochs=3, warmup=3))
+    (warm,) = doubts(recipe(epochs=3, warmup=3), 100)
     assert "all of the 3 epochs" in warm
+    (long,) = doubts(recipe(epochs=0.2, accumulate=50), 100)
+    assert "takes 0.5 epochs, more than 0.2: --accumulate is 50" in long
 
 
 def test_norms_and_biases_do_not_decay():

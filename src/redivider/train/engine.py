@@ -15,6 +15,7 @@ from redivider.errors import CaptureError
 from redivider.footprint import measure_memory
 from redivider.pipeline.holdings import Holding, holdings
 from redivider.pipeline.lockstep import Pipeline
+from redivider.pipeline.state import StateError
 from redivider.pipeline.tick import Action, delay
 from redivider.pipeline.timeline import measured_spans
 from redivider.train.crew import Crew
@@ -158,7 +159,11 @@ class BackpropEngine(Engine):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.task.model.load_state_dict(state["model"])
+        try:
+            self.task.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            first = str(error).split("\n")[1:2]  # of many
+            raise StateError("".join(first).strip() or str(error)) from error
         self._optimizer.load_state_dict(state["optimizer"])
         self._num_updates = state["num_updates"]
         torch.set_rng_state(state["random"].cpu())

@@ -6,9 +6,19 @@ from math import cos, pi
 from redivider.train.recipe import Recipe
 
 
-def doubts(recipe: Recipe) -> list[str]:
-    """What of a schedule does not come to pass within the run, as after `--epochs` alone."""
+def doubts(recipe: Recipe, per_epoch: int) -> list[str]:
+    """What does not come to pass within the run as it is asked for, as after `--epochs` alone.
+
+    Args:
+        recipe: What is asked for.
+        per_epoch: Micro-batches of an epoch.
+    """
     found = []
+    if recipe.accumulate > recipe.epochs * per_epoch:
+        found.append(
+            f"one update takes {recipe.accumulate / per_epoch:.3g} epochs, more than "
+            f"{recipe.epochs:g}: --accumulate is {recipe.accumulate}"
+        )
     if recipe.warmup >= recipe.epochs:
         found.append(
             f"the rate rises for all of the {recipe.epochs:g} epochs: --warmup is {recipe.warmup:g}"
