@@ -2,6 +2,7 @@
 
 import json
 import os
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -407,5 +408,32 @@ def test_a_link_to_a_state_stays_one(tmp_path):
 
 def test_numbers_of_numpy_are_numbers(tmp_path):
     pipe = plain(accumulate=np.int64(2), latency=np.int32(1))
+    pipe.save(tmp_path / "state")
+    pipe.load(tmp_path / "state")
+
+
+class Named(NamedTuple):
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "target, said",
+    [
+        (Named(torch.zeros(2, 3)), "cannot hold a Named"),
+        (torch.zeros(2, 3, dtype=torch.complex128), "complex128"),
+    ],
+)
+def test_targets_that_files_cannot_hold_are_refused(target, said, tmp_path):
+    pipe = plain(loss=lambda output, target: output.sum())
+    pipe.step(torch.randn(2, 5), target)
+    with pytest.raises(StateError, match=said):
+        pipe.save(tmp_path / "state")
+    assert not any(tmp_path.iterdir())
+
+
+def test_names_of_units_may_have_any_letters(tmp_path):
+    model = rd.Chain({"a/b": nn.Linear(5, 4), "ä %": nn.Linear(4, 3)})
+    pipe = rd.Pipeline(model, stages=2, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"], seed=0)
+    pipe.step(torch.randn(2, 5), torch.tensor([0, 1]))
     pipe.save(tmp_path / "state")
     pipe.load(tmp_path / "state")

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import torch
 from torch import Tensor
@@ -224,11 +225,13 @@ def _encode(value: Any, path: tuple[Any, ...], files: dict[str, dict[str, Tensor
             key = str(len(tensors))
             # A file has no strides: it has the dimensions in the order in which they lie.
             order = order_of(value)
+            if value.dtype == torch.complex128:
+                raise StateError("a state cannot hold tensors of complex128, which files have not")
             tensors[key] = value.detach().permute(order)
             return ["tensor", file, key, *order]
         case torch.dtype():
             return ["dtype", str(value).removeprefix("torch.")]
-        case tuple() | list():
+        case tuple() | list() if not hasattr(value, "_fields"):  # whose names would be lost
             word = "tuple" if isinstance(value, tuple) else "list"
             return [word, *(_encode(each, (*path, i), files) for i, each in enumerate(value))]
         case dict():
@@ -250,7 +253,7 @@ def _file(path: tuple[Any, ...]) -> str:
     if keys[0] == "columns":
         prefix, keys = f"column-{keys[1]}-", keys[2:]
     if keys[0] in ("units", "stages", "seen") and len(keys) > 1:
-        return f"{prefix}{keys[0].removesuffix('s')}-{keys[1]}"
+        return f"{prefix}{keys[0].removesuffix('s')}-{quote(keys[1], safe='')}"
     return prefix + keys[0]
 
 
