@@ -338,6 +338,7 @@ def odd_ones(rank, folder):
         pipe.probe()
     tick = pipe.step(*batch(0)[:2])
     assert rank or (tick.loss is None and "rank 1" in tick.reason)
+    pipe.close()  # else this process may end before the other one has sent
     return repr(pipe)
 
 
