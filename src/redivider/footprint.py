@@ -6,11 +6,12 @@ from typing import Any
 from weakref import finalize
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from redivider.errors import UnitError
+from redivider.tree import tensors_of
 from redivider.verify import restored
 
 
@@ -29,8 +30,8 @@ class Memory:
 
 def measure_memory(chain: nn.Module, x: Any, /, **side: Any) -> Memory:
     """Count the bytes that a forward and a backward allocate: measured, on any device."""
-    given = [each for each in tree_leaves((x, side)) if isinstance(each, Tensor)]
-    wanted = [each for each in (*chain.parameters(), *given) if each.requires_grad]
+    given = (*chain.parameters(), *tensors_of((x, side)))
+    wanted = [each for each in given if each.requires_grad]
     with restored(chain), torch.enable_grad(), Live() as live:
         output = chain(x, **side)
         held = live.bytes
@@ -107,4 +108,4 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [each.untyped_storage() for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    return [each.untyped_storage() for each in tensors_of(tree)]

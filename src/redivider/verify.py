@@ -20,6 +20,7 @@ from redivider.errors import UnitError, naming
 from redivider.replay import Call, Record
 from redivider.replay.autocast import is_autocast_enabled
 from redivider.row import widen_streams
+from redivider.tree import tensors_of
 
 GRADIENT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3}
 
@@ -95,7 +96,7 @@ def check_gradients(
         **side: Its keywords.
     """
     _verify_chain(chain)
-    leaves = [each for each in tree_leaves((x, side)) if isinstance(each, Tensor)]
+    leaves = tensors_of((x, side))
     wanted = {f"input {i}": leaf for i, leaf in enumerate(leaves) if leaf.requires_grad}
     wanted |= {name: each for name, each in chain.named_parameters() if each.requires_grad}
     if not wanted:

@@ -631,3 +631,14 @@ def test_sparse_gradients_and_lbfgs_are_refused():
 def test_stages_must_be_whole(stages):
     with pytest.raises(TypeError, match="stages must be a whole number"):
         small(nn.Linear(4, 4), nn.Linear(4, 3), stages=stages)
+
+
+def test_updates_go_on_after_accumulate_was_lowered():
+    pipe = small(nn.Linear(4, 3).double(), accumulate=3)
+    batches = pairs(4)
+    for x, target in batches[:2]:
+        pipe.step(x, target)
+    pipe.accumulate = 1
+    for x, target in batches[2:]:
+        pipe.step(x, target)
+    assert pipe.stages[0].num_updates == 2

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from redivider.errors import ChangedError
+from redivider.tree import tensors_of
 
 
 def verify_given(x: Any, target: Any, side: dict[str, Any]) -> None:
@@ -26,11 +26,6 @@ def verify_given(x: Any, target: Any, side: dict[str, Any]) -> None:
                 )
             if each.is_inference():
                 raise ValueError(f"{what} was made in inference mode; give a clone of it")
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a structure."""
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 class Given:

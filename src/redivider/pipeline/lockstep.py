@@ -28,7 +28,7 @@ from redivider.pipeline.concurrent import Concurrent
 from redivider.pipeline.cut import balance_of, units_of
 from redivider.pipeline.feed import Feed
 from redivider.pipeline.fused import fuse
-from redivider.pipeline.given import Given, tensors_of, verify_given
+from redivider.pipeline.given import Given, verify_given
 from redivider.pipeline.graphs import CudaGraphs
 from redivider.pipeline.loss import Loss
 from redivider.pipeline.memory import resolve_method
@@ -42,6 +42,7 @@ from redivider.pipeline.tick import Action, actions, delay, num_ticks
 from redivider.pipeline.unit import Flow
 from redivider.pipeline.update import CompiledUpdate
 from redivider.replay.autocast import Autocast, without_autocast
+from redivider.tree import tensors_of
 
 logger = logging.getLogger("redivider")
 

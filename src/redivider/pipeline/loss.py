@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from redivider.arithmetic import Arithmetic
 from redivider.errors import UnitError
@@ -14,6 +14,7 @@ from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.unit import Flow
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.random import Seeded
+from redivider.tree import tensors_of
 
 
 class Loss:
@@ -85,7 +86,7 @@ class Loss:
             else tuple(arithmetic.real(each, flow.dtype) for each in flow.value)
         )
         call, tensors = Call.split(self.module, (output, message.target), {})
-        values = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        values = tensors_of(output)
         needs = [may_need(each) for each in values]
         needs += [False] * (len(tensors) - len(values) - len(call.parameters))
         needs += [each.requires_grad for each in call.parameters]
@@ -97,7 +98,7 @@ class Loss:
 
 
 def _pull_back(run: GraphRun, loss: Tensor) -> list[Tensor | None]:
-    others = len([each for each in tree_leaves(run.output) if isinstance(each, Tensor)]) - 1
+    others = len(tensors_of(run.output)) - 1
     return run.pull_back([torch.ones_like(loss), *[None] * others])
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from redivider.arithmetic import Arithmetic
 from redivider.chain import name_unit
 from redivider.coupling import Coupling
+from redivider.errors import UnitError
 from redivider.pipeline.cut import count_costs, cut_evenly, loads_of
 from redivider.pipeline.memory import Method
 from redivider.pipeline.stage import Stage
@@ -52,6 +53,9 @@ def place_units(
     modules = list(units.values())
     last = len(modules) - cut[-1]  # the first unit of the last stage
     here = units_of_stages(cut, own)
+    for index, (name, module) in enumerate(units.items()):
+        if index in here:
+            verify_hooks(name_unit(index, module, name), module)
     return {
         name: Unit(
             module,
@@ -81,6 +85,23 @@ def group_units(units: dict[str, Unit], cut: Sequence[int], own: range) -> list[
         Stage(j, dict(named[end - size : end]))
         for j, size, end in zip(own, sizes, accumulate(sizes), strict=True)
     ]
+
+
+def verify_hooks(name: str, module: nn.Module) -> None:
+    """Refuse what a pipeline would pass by: it adds up gradients, and couples streams, itself."""
+    if any(
+        each._backward_hooks or each._post_accumulate_grad_hooks for each in module.parameters()
+    ):
+        raise UnitError(
+            f"{name}: a parameter has a hook for its gradient, which a pipeline would not call; a "
+            "hook of the stage's optimizer (register_step_pre_hook) sees all gradients"
+        )
+    if isinstance(module, Coupling):
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        if any(hooks) or module._backward_pre_hooks:
+            raise UnitError(f"{name}: has hooks, which a pipeline would not call; give them to f")
+        if type(module).forward is not Coupling.forward:
+            raise UnitError(f"{name}: has a forward of its own, which a pipeline would not call")
 
 
 def verify_unshared(

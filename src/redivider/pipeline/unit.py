@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from redivider.arithmetic import Arithmetic, Checked
 from redivider.chain import taken
@@ -31,6 +31,7 @@ from redivider.replay.buffers import changes_buffers
 from redivider.replay.random import Seeded
 from redivider.replay.statistics import statistics_untouched
 from redivider.row import Keep, widen_streams
+from redivider.tree import tensors_of
 
 
 @dataclass
@@ -106,7 +107,6 @@ class Unit:
                 f"{name}: its parameters have no values yet, so no optimizer can train them; give "
                 "them some first (run a lazy module on a batch, move one off the meta device)"
             )
-        _verify_hooks(name, module, parameters)
         stashes = method.weights == "stashed" and not at_the_end
         self.weights = Weights(parameters, stashes=stashes)
         self.kept: dict[int, Kept] = {}
@@ -378,7 +378,7 @@ class Unit:
 
     def _needs(self, tensors: Sequence[Tensor], argument: Any) -> list[bool]:
         """Which tensors of a call need a gradient: argument and parameters, not side inputs."""
-        values = [self._needs_grad and may_need(each) for each in _tensors(argument)]
+        values = [self._needs_grad and may_need(each) for each in tensors_of(argument)]
         num_side = len(tensors) - len(values) - len(self.parameters)
         return [*values, *[False] * num_side, *(each.requires_grad for each in self.parameters)]
 
@@ -405,28 +405,9 @@ class Unit:
         return checked.stored
 
 
-def _verify_hooks(name: str, module: nn.Module, parameters: Sequence[Tensor]) -> None:
-    """Refuse what a pipeline would pass by: it adds up gradients, and couples streams, itself."""
-    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters):
-        raise UnitError(
-            f"{name}: a parameter has a hook for its gradient, which a pipeline would not call; a "
-            "hook of the stage's optimizer (register_step_pre_hook) sees all gradients"
-        )
-    if isinstance(module, Coupling):
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        if any(hooks) or module._backward_pre_hooks:
-            raise UnitError(f"{name}: has hooks, which a pipeline would not call; give them to f")
-        if type(module).forward is not Coupling.forward:
-            raise UnitError(f"{name}: has a forward of its own, which a pipeline would not call")
-
-
 def _memory(each: Tensor) -> int | None:
     return each.untyped_storage().data_ptr() if each.layout is torch.strided else None
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
-
-
 def _num_tensors(tree: Any) -> int:
-    return len(_tensors(tree))
+    return len(tensors_of(tree))

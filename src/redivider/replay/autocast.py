@@ -65,24 +65,17 @@ def uncached_casts() -> Iterator[None]:
 def without_autocast(device: torch.device) -> Iterator[None]:
     """Cast nothing here, whatever the caller does.
 
-    Also what is not in use (a dtype, the cache) is always the same: a compiler would make another
-    graph where it is not.
+    The cache, which is not in use, is off too: a compiler would make another graph where it is on.
     """
-    before, cached = Autocast(device).settings, torch.is_autocast_cache_enabled()
+    before = Autocast(device).settings
     try:
         for kind in before:
-            _set_autocast(kind, enabled=False, dtype=torch.bfloat16)
-        torch.set_autocast_cache_enabled(False)
-        yield
+            torch.set_autocast_enabled(kind, False)
+        with uncached_casts():
+            yield
     finally:
-        for kind, (enabled, dtype) in before.items():
-            _set_autocast(kind, enabled, dtype)
-        torch.set_autocast_cache_enabled(cached)
-
-
-def _set_autocast(kind: str, enabled: bool, dtype: torch.dtype) -> None:
-    torch.set_autocast_enabled(kind, enabled)
-    torch.set_autocast_dtype(kind, dtype)
+        for kind, (enabled, _) in before.items():
+            torch.set_autocast_enabled(kind, enabled)
 
 
 def is_autocast_enabled(device: torch.device) -> bool:

@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from redivider.errors import UnitError
 from redivider.replay.anatomy import Anatomy
@@ -22,6 +22,7 @@ from redivider.replay.autocast import uncached_casts
 from redivider.replay.compiled_node import Root, call_node, find_compiled_node
 from redivider.replay.record import Record
 from redivider.replay.weights import count_fused_steps
+from redivider.tree import tensors_of
 
 # A run swaps parameters, flags and random state of the caller's own modules while it lasts.
 _one_at_a_time = RLock()
@@ -186,7 +187,7 @@ class GraphRun:
     def __init__(self, leaves: list[Tensor], output: Any) -> None:
         self.leaves = leaves
         self.output = output
-        self._roots = [Root(each) for each in _tensors(output)]
+        self._roots = [Root(each) for each in tensors_of(output)]
 
     @property
     def is_free(self) -> bool:
@@ -225,13 +226,6 @@ class GraphRun:
             )
         )
         return [next(found) if leaf.requires_grad else None for leaf in self.leaves]
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    """All of them, in order; most trees here are one tensor, which needs no walk."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 
 def _detached(tree: Any) -> Any:
@@ -279,7 +273,7 @@ def _verify_unsharded(modules: Sequence[nn.Module]) -> None:
 
 def _verify_leaves(output: Any, leaves: Sequence[Tensor]) -> None:
     known = {id(leaf if leaf._base is None else leaf._base) for leaf in leaves}
-    queue: list[Any] = [each.grad_fn for each in _tensors(output)]
+    queue: list[Any] = [each.grad_fn for each in tensors_of(output)]
     seen = {None, *queue}
     while queue:
         node = queue.pop()
