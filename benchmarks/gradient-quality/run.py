@@ -1,10 +1,11 @@
-"""Gradient quality by stage on digits, with and without look-ahead, on the CPU.
+"""Gradient quality by stage on digits: plain, with look-ahead, and with rates by delay; on the CPU.
 
 python benchmarks/gradient-quality/run.py --picture quality.svg
 """
 
 import argparse
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,11 @@ from torch import nn
 import redivider as rd
 
 WIDTH, STAGES, BATCH, TICKS = 64, 10, 16, 600
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "look-ahead": {"lookahead": "momentum"},
+    "rates by delay": {"lr_by_delay": True},
+}
 
 
 def make_model(seed: int) -> rd.Chain:
@@ -30,7 +36,7 @@ def make_model(seed: int) -> rd.Chain:
     return rd.Chain([stem, *map(rd.Coupling, fs), head])
 
 
-def train(seed: int, lookahead: str | None, accumulate: int, rate: float, every: int):
+def train(seed: int, way: dict[str, Any], accumulate: int, rate: float, every: int):
     """Train a pipeline, probed; return the probe and the loss of each micro-batch."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
@@ -40,8 +46,8 @@ def train(seed: int, lookahead: str | None, accumulate: int, rate: float, every:
         stages=STAGES,
         loss=F.cross_entropy,
         accumulate=accumulate,
-        lookahead=lookahead,
         seed=seed,
+        **way,
         optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=rate, momentum=0.9),
     )
     probe = pipe.probe(every=every)
@@ -63,14 +69,14 @@ def main() -> None:
     parser.add_argument("--picture")
     given = parser.parse_args()
     print(f"torch {torch.__version__}, {given.seeds} seeds, rate {given.rate}")
-    print("| k | look-ahead | loss of the last 100 | cosine to end-to-end by stage |")
+    print("| k | | loss of the last 100 | cosine to end-to-end by stage |")
     print("|---|---|---|---|")
     for accumulate in (1, 2, 4):
-        for lookahead in (None, "momentum"):
+        for name, way in WAYS.items():
             probes, last = [], []
             for seed in range(given.seeds):
                 try:
-                    probe, losses = train(seed, lookahead, accumulate, given.rate, given.every)
+                    probe, losses = train(seed, way, accumulate, given.rate, given.every)
                 except FloatingPointError:
                     last.append(float("nan"))
                     continue
@@ -83,8 +89,8 @@ def main() -> None:
             ]
             losses_text = " ".join(f"{each:.2f}" for each in last)
             shown = " ".join(f"{each:.2f}" for each in cosines)
-            print(f"| {accumulate} | {lookahead or 'none'} | {losses_text} | {shown} |", flush=True)
-            if given.picture and probes and accumulate == 2 and lookahead is None:
+            print(f"| {accumulate} | {name} | {losses_text} | {shown} |", flush=True)
+            if given.picture and probes and accumulate == 2 and not way:
                 probes[0].plot(given.picture)
 
 

@@ -144,12 +144,17 @@ def _too_many(rank):
 
 
 def test_ranks_that_disagree(tmp_path):
-    found = launch(_disagree, tmp_path, world_size=2)
-    assert all("rank 1 was given another accumulate than rank 0: 2 and not 1" in e for e in found)
+    for name, (first, second), said in (
+        ("accumulate", (1, 2), "2 and not 1"),
+        ("lr_by_delay", (False, True), "True and not False"),
+    ):
+        found = launch(_disagree, tmp_path / name, name, first, second)
+        message = f"rank 1 was given another {name} than rank 0: {said}"
+        assert all(message in each for each in found)
 
 
-def _disagree(rank):
+def _disagree(rank, name, *values):
     try:
-        rd.DistributedPipeline(model(), accumulate=1 + rank, **options())
+        rd.DistributedPipeline(model(), **{name: values[rank]}, **options())
     except (ValueError, rd.PipelineError) as error:
         return str(error)

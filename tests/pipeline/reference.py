@@ -36,6 +36,7 @@ class Reference:
         optimizer,
         lr_lambda=None,
         lookahead=None,
+        lr_by_delay=False,
     ):
         self.units = copy.deepcopy(list(units))
         self.J, self.k, self.latency, self.loss = len(cut), accumulate, latency, loss
@@ -47,8 +48,10 @@ class Reference:
             parameters = [p for u in stage for p in self.units[u].parameters()]
             if parameters:
                 self.optimizers[j] = optimizer(parameters)
+        late = [2 * latency * (self.J - 1 - j) / accumulate for j in range(self.J)]  # in updates
         self.rates = {
-            j: [float(group["lr"]) for group in o.param_groups] for j, o in self.optimizers.items()
+            j: [float(group["lr"]) / (1 + late[j] * lr_by_delay) for group in o.param_groups]
+            for j, o in self.optimizers.items()
         }
         self.lr_lambda = lr_lambda or (lambda update: 1.0)
         self.lookahead = lookahead

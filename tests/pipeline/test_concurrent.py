@@ -110,10 +110,11 @@ def test_methods_and_optimizers(method, optimizer):
         {"clip_norm": 0.1, "clip_over": "all"},
         {"lookahead": "momentum"},
         {"lookahead": "momentum", "optimizer": "adamw", "method": "dsp", "clip_norm": 0.1},
+        {"lr_by_delay": True},
     ],
-    ids=["clipped", "clipped over all", "ahead", "ahead by adamw"],
+    ids=["clipped", "clipped over all", "ahead", "ahead by adamw", "rates by delay"],
 )
-def test_clipping_and_look_ahead(options, accumulate):
+def test_clipping_look_ahead_and_rates(options, accumulate):
     pipes = [
         build(CUTS[5], accumulate=accumulate, recorded=recorded, **options)
         for recorded in (True, False)

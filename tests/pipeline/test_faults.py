@@ -132,6 +132,7 @@ def test_bad_options_are_refused_at_construction():
     for options, message in [
         ({"loss": None}, "loss must be a function or module of .* got None"),
         ({"lr_lambda": 0.1}, "lr_lambda must be a function of the update's number, got 0.1"),
+        ({"lr_by_delay": "yes"}, "lr_by_delay must be True or False, got 'yes'"),
     ]:
         with pytest.raises(TypeError, match=message):
             build(**options)

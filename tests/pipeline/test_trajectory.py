@@ -188,6 +188,44 @@ def test_lookahead_of_optimizers(optimizer):
     assert max(follow(CUTS[5], "petra", 2, 1, optimizer, lookahead="momentum")) <= 1e-9
 
 
+@pytest.mark.parametrize("lookahead", [None, "momentum"])
+@pytest.mark.parametrize("stages, accumulate, latency", [(1, 2, 1), (5, 3, 2), (10, 1, 1)])
+def test_rates_by_delay(stages, accumulate, latency, lookahead):
+    options = {"lookahead": lookahead, "lr_by_delay": True}
+    assert max(follow(CUTS[stages], "petra", accumulate, latency, **options)) <= BOUND
+
+
+@pytest.mark.parametrize("optimizer", ["adamw small", "groups", "rate as a tensor"])
+def test_rates_by_delay_of_optimizers(optimizer):
+    assert max(follow(CUTS[5], "petra", 2, 1, optimizer, lr_by_delay=True)) <= 1e-9
+
+
+def test_rates_by_delay_without_a_schedule_and_beside_one_of_torchs():
+    made = []
+
+    def optimizer(stage):
+        made.append(torch.optim.SGD(stage.parameters(), lr=0.7))
+        if len(made) > 2:  # as after a scheduler, or before one that goes on
+            made[-1].param_groups[0]["initial_lr"] = 1.4
+        return made[-1]
+
+    options = {"loss": F.cross_entropy, "optimizer": optimizer, "accumulate": 4, "latency": 3}
+    pipe = rd.Pipeline(network(), stages=CUTS[5], lr_by_delay=True, **options)
+    late = [1 + 2 * 3 * (4 - j) / 4 for j in range(5)]
+    groups = [stage.optimizer.param_groups[0] for stage in pipe.stages]
+    assert [group["lr"] for group in groups] == [0.7 / each for each in late]
+    for x, target in batches(40):
+        pipe.step(x, target)
+    assert [group["lr"] for group in groups] == [0.7 / each for each in late]
+    scheduled = rd.Pipeline(
+        network(), stages=CUTS[5], lr_by_delay=True, lr_lambda=lambda update: 1.0, **options
+    )
+    for x, target in batches(60):
+        scheduled.step(x, target)
+    rates = [stage.optimizer.param_groups[0]["lr"] for stage in scheduled.stages]
+    assert rates == [1.4 / each for each in late]
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_lookahead_where_a_loss_is_maximised(kind):
     """Of the negative loss: the same path."""

@@ -27,6 +27,9 @@ def test_all_recipes_of_a_claim_see_as_many_samples_an_update_unless_it_asks():
             assert each.milestones == (10, 15) and each.warmup == 5
     found = [each.accumulate for each in get_claim("accumulate").runs if each.method == "petra"]
     assert found == [1, 2, 4, 8, 16, 32]
+    for name, samples in (("vit", 128), ("gpt", 32)):
+        assert {each.microbatch * each.accumulate for each in get_claim(name).runs} == {samples}
+        assert {each.lr_by_delay for each in get_claim(name).runs} == {False, True}
     sizes = {(each.microbatch, each.method) for each in get_claim("microbatch").runs}
     assert sizes == {(n, way) for n in (4, 8, 16, 32, 64) for way in ("petra", "store")}
 
@@ -52,6 +55,7 @@ def test_names_of_runs_say_what_is_other_than_usual():
     assert short("petra", 16, 8, lookahead="momentum").name == "petra-16x8-ahead"
     assert short("petra", latency=4).name == "petra-64x2-latency-4"
     assert short("store", lr=0.025).name == "store-64x2-lr-0.025"
+    assert short("petra", lr_by_delay=True).name == "petra-64x2-by-delay"
 
 
 def test_some_runs_more_seeds_and_fields_for_all():

@@ -17,7 +17,7 @@ def test_claims_are_listed(capsys):
     assert main(["reproduce"]) == 0
     claims, runs = capsys.readouterr().out.split("\n\n")
     assert [line.split()[0] for line in claims.splitlines()] == [each.name for each in CLAIMS]
-    assert "gpt         store overlap petra\n" in runs and "`--only RUN ...`" in runs
+    assert "revnet34    backprop petra\n" in runs and "`--only RUN ...`" in runs
 
 
 def test_a_seed_is_not_short_for_seeds(tmp_path, capsys):

@@ -78,11 +78,15 @@ def test_a_pipeline_is_built_as_the_recipe_says():
         clip_norm=0.7,
         seed=5,
         accumulate=3,
+        lr=0.9,
+        lr_by_delay=True,
     )
     pipe = build(made).pipe
     assert (pipe.method.name, pipe.latency, pipe.lookahead, pipe.seed) == ("dsp", 2, "momentum", 5)
     assert pipe.arithmetic.exact and pipe.accumulate == 3 and pipe._clip.norm == 0.7
     assert len(pipe.stages) == 3 and pipe.balance > 1
+    rates = [stage.optimizer.param_groups[0]["lr"] for stage in pipe.stages]
+    assert rates == [0.9 / (1 + 8 / 3), 0.9 / (1 + 4 / 3), 0.9]
     assert build(recipe(method="petra", stages=2)).pipe.balance < 1.9  # by work, not by number
 
 

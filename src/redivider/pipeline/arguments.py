@@ -18,6 +18,7 @@ def verify_arguments(
     optimizer: Any,
     accumulate: Any,
     lr_lambda: Any,
+    lr_by_delay: Any,
     latency: Any,
     lookahead: Any,
     clip_norm: Any,
@@ -38,6 +39,8 @@ def verify_arguments(
         raise TypeError(f"loss must be a function or module of (output, target), got {loss!r}")
     if lr_lambda is not None and not callable(lr_lambda):
         raise TypeError(f"lr_lambda must be a function of the update's number, got {lr_lambda!r}")
+    if not isinstance(lr_by_delay, bool):
+        raise TypeError(f"lr_by_delay must be True or False, got {lr_by_delay!r}")
     # torch's own classes take parameters; another's may well take a stage.
     is_torchs = isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim")
     if not callable(optimizer) or is_torchs:

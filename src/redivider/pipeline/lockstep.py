@@ -82,6 +82,7 @@ class Pipeline:
         lr_lambda: Factor of the learning rate by the number of a stage's update. Without it rates
             are as the optimizers have them, for whoever sets them (not with `lookahead`, which must
             know the next ones: then they stay as they were made).
+        lr_by_delay: Divide the rate of each stage by 1 + the updates that its gradients are late.
         latency: Ticks that a message travels between neighbouring stages.
         lookahead: "momentum" for forwards by the weights that momentum predicts for the time of
             the backward (SGD with momentum, Adam, AdamW); takes a copy of the weights of every
@@ -113,6 +114,7 @@ class Pipeline:
         method: str = "petra",
         accumulate: int = 1,
         lr_lambda: Callable[[int], float] | None = None,
+        lr_by_delay: bool = False,
         latency: int = 1,
         lookahead: Literal["momentum"] | None = None,
         arithmetic: str | Arithmetic = "float",
@@ -128,6 +130,7 @@ class Pipeline:
             optimizer=optimizer,
             accumulate=accumulate,
             lr_lambda=lr_lambda,
+            lr_by_delay=lr_by_delay,
             latency=latency,
             lookahead=lookahead,
             clip_norm=clip_norm,
@@ -143,7 +146,7 @@ class Pipeline:
         self.cut, self._loads = resolve_cut(units, stages, example)
         self.balance = balance_of(self._loads)
         self.lookahead = lookahead
-        self._factor = lr_lambda
+        self._factor, self._lr_by_delay = lr_lambda, lr_by_delay
         if lookahead and lr_lambda is None:
             self._factor = lambda update: 1.0  # the next rates must be known
         self._clip = None if clip_norm is None else Clip(clip_norm, clip_over)
@@ -164,6 +167,9 @@ class Pipeline:
             if any(each.requires_grad for each in stage.module.parameters()):
                 stage.optimizer = optimizer(stage.module)
                 verify_optimizer(stage.optimizer, stage, lookahead=lookahead is not None)
+                if lr_by_delay:
+                    late = delay(stage.index, len(self.cut), self.latency) / self.accumulate
+                    stage.divide_rates(1 + late)
                 if lookahead:
                     assert self._factor is not None
                     stage.ahead = Ahead(accumulate, self._factor)

@@ -266,6 +266,7 @@ class DistributedPipeline(Pipeline):
         mine = configuration(self) | {
             "cut": self.cut,
             "clip_norm": clip,
+            "lr_by_delay": self._lr_by_delay,
             "share_loss": self._share_loss,
         }
         texts = [json.loads(each) for each in self._team.tell_all(json.dumps(mine))]

@@ -153,6 +153,13 @@ class Stage:
         """The groups of parameters of its optimizer, if it has one."""
         return [] if self.optimizer is None else self.optimizer.param_groups
 
+    def divide_rates(self, by: float) -> None:
+        """Let its optimizer be as if it had been made with smaller learning rates."""
+        for group in self.groups:
+            for key in ("lr", "initial_lr"):  # the second one is a scheduler's
+                if key in group:
+                    group[key] = group[key] / by
+
     def rates(self, factor: float) -> list[float]:
         """The learning rates of its groups, a multiple of what they were made with."""
         for group in self.groups:

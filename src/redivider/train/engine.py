@@ -207,6 +207,7 @@ class PipelineEngine(Engine):
             accumulate=recipe.accumulate,
             optimizer=lambda stage: make_optimizer(recipe, stage.parameters()),
             lr_lambda=schedule,
+            lr_by_delay=recipe.lr_by_delay,
             latency=recipe.latency,
             lookahead=recipe.lookahead,
             arithmetic=recipe.arithmetic,

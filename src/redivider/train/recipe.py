@@ -55,6 +55,8 @@ class Recipe:
     """Ticks that a message travels between stages."""
     lookahead: Literal["momentum"] | None = None
     """Forwards of a pipeline by predicted weights."""
+    lr_by_delay: bool = False
+    """Divide the rate of a pipeline's stages by 1 + the updates that their gradients are late."""
     arithmetic: Literal["float", "fixed"] = "float"
     """Fixed reverses to the last bit."""
     microbatch: int = 64
