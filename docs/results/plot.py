@@ -13,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib import ticker
+from matplotlib.colors import Normalize, TwoSlopeNorm
 
 HERE = Path(__file__).parent
 NUM_STAGES = 10  # of RevNet-18, one for each block
@@ -81,19 +82,25 @@ def draw_short(rows: list[Row]) -> None:
     save(figure, "short")
 
 
-def draw_curves(name: str, against: str) -> None:
-    """Accuracies of a file's runs over epochs or seconds."""
+def draw_curves(name: str, against: str, line: tuple[float, str | None] | None = None) -> None:
+    """Accuracies or losses of a file's runs over epochs or seconds, and a line to compare with."""
     figure, axis = plt.subplots(figsize=(6, 3.4))
-    for row in sorted(read(name), key=percent, reverse=True):
+    rows = read(name)
+    is_loss = rows[0]["metric"] == "loss"
+    for row in sorted(rows, key=lambda row: float(row["last"]), reverse=True):
         epochs, seconds, scores = zip(*row["curve"], strict=True)
         at = epochs if against == "epochs" else seconds
-        label = f"{row['run']} {percent(row):.1f}"
-        axis.plot(at, [100 * each for each in scores], label=label, linewidth=1.2)
-    wanted = 94.9 if name == "revnet18" else 90
-    label = "published" if name == "revnet18" else None
-    axis.axhline(wanted, color="tab:gray", linestyle=":", linewidth=1, label=label)
-    axis.set(xlabel=against, ylabel="test accuracy (%)", ylim=(60, 96))
-    axis.legend(fontsize=8, loc="lower right")
+        label = f"{row['run']} {row['last']:.2f}" if is_loss else f"{row['run']} {percent(row):.1f}"
+        shown = scores if is_loss else [100 * each for each in scores]
+        axis.plot(at, shown, label=label, linewidth=1.2)
+    if line is not None:
+        height, said = line
+        axis.axhline(height, color="tab:gray", linestyle=":", linewidth=1, label=said)
+    if is_loss:
+        axis.set(xlabel=against, ylabel="test loss (nats a byte)", ylim=(2, 4.5))
+    else:
+        axis.set(xlabel=against, ylabel="test accuracy (%)", ylim=(50, 96))
+    axis.legend(fontsize=8, loc="upper right" if is_loss else "lower right")
     save(figure, name)
 
 
@@ -133,37 +140,45 @@ def draw_overlap(rows: list[Row]) -> None:
 
 
 def draw_quality(rows: list[Row]) -> None:
-    """Cosines of PETRA's gradients to backprop's, by stage and time, for each k."""
+    """Cosines and norms of PETRA's gradients to backprop's, by stage and time, for each k."""
     probed = sorted((row for row in rows if "quality" in row), key=lambda row: row["accumulate"])
+    looks = {
+        "cosine": ("cosine to backprop's gradient", Normalize(-0.2, 1), "viridis"),
+        "ratio": ("its norm / backprop's", TwoSlopeNorm(1, 0.5, 1.75), "RdBu_r"),
+    }
     figure, axes = plt.subplots(
-        1, len(probed), figsize=(4.2 * len(probed), 3.2), sharey=True, squeeze=False
+        len(looks), len(probed), figsize=(4.2 * len(probed), 6), sharex="col", sharey=True
     )
-    for axis, row in zip(axes.flat, probed, strict=True):
-        times = sorted({each["microbatch"] for each in row["quality"]})
-        grid = [[0.0] * len(times) for _ in range(NUM_STAGES)]
-        for each in row["quality"]:
-            grid[each["stage"]][times.index(each["microbatch"])] = each["cosine"]
-        width = times[1] - times[0]
-        shown = axis.imshow(
-            grid,
-            vmin=-0.2,
-            vmax=1,
-            aspect="auto",
-            origin="lower",
-            extent=(times[0] - width / 2, times[-1] + width / 2, -0.5, NUM_STAGES - 0.5),
-        )
-        for stage, cosines in enumerate(grid):
-            for time, cosine in zip(times, cosines, strict=True):
-                ink = "black" if cosine > 0.8 else "white"
-                axis.text(
-                    time, stage, f"{cosine:.2f}", ha="center", va="center", fontsize=5, color=ink
-                )
-        axis.grid(visible=False)
-        axis.yaxis.set_major_locator(ticker.MultipleLocator(1))
-        axis.set(xlabel="micro-batches", title=f"k = {row['accumulate']}")
-    axes.flat[0].set_ylabel("stage (0: the first)")
-    figure.colorbar(shown, ax=axes, label="cosine to backprop's gradient")
+    for line, (what, (label, norm, colours)) in zip(axes, looks.items(), strict=True):
+        for axis, row in zip(line, probed, strict=True):
+            draw_grid(axis, row["quality"], what, norm, colours)
+        line[0].set_ylabel("stage (0: the first)")
+        figure.colorbar(line[0].images[0], ax=line, label=label)
+    for axis, row in zip(axes[0], probed, strict=True):
+        axis.set_title(f"k = {row['accumulate']}")
+    for axis in axes[-1]:
+        axis.set_xlabel("micro-batches")
     save(figure, "quality", tight=False)
+
+
+def draw_grid(axis: Any, samples: list[Row], what: str, norm: Any, colours: str) -> None:
+    """What was sampled, by stage and time, in colours and numbers."""
+    times = sorted({each["microbatch"] for each in samples})
+    grid = [[0.0] * len(times) for _ in range(NUM_STAGES)]
+    for each in samples:
+        grid[each["stage"]][times.index(each["microbatch"])] = each[what]
+    half = (times[1] - times[0]) / 2
+    edges = (times[0] - half, times[-1] + half, -0.5, NUM_STAGES - 0.5)
+    shown = axis.imshow(grid, norm=norm, cmap=colours, aspect="auto", origin="lower", extent=edges)
+    for stage, values in enumerate(grid):
+        for time, value in zip(times, values, strict=True):
+            if abs(value - 1) < 0.02:
+                continue  # as good as backprop's
+            red, green, blue, _ = shown.to_rgba(value)
+            ink = "black" if red + green + blue > 1.2 else "white"
+            axis.text(time, stage, f"{value:.2f}", ha="center", va="center", fontsize=5, color=ink)
+    axis.grid(visible=False)
+    axis.yaxis.set_major_locator(ticker.MultipleLocator(1))
 
 
 def save(figure: Any, name: str, *, tight: bool = True) -> None:
@@ -177,6 +192,8 @@ if __name__ == "__main__":
     draw_short(read("short"))
     draw_quality(read("short"))
     draw_overlap(read("overlap"))
-    draw_curves("revnet18", against="epochs")
-    draw_curves("race", against="seconds")
+    draw_curves("revnet18", against="epochs", line=(94.9, "published, both"))
+    draw_curves("revnet34", against="epochs")
+    draw_curves("gpt", against="epochs")
+    draw_curves("race", against="seconds", line=(90, None))
     draw_limits(read("limits"))
