@@ -85,7 +85,7 @@ def draw_short(rows: list[Row]) -> None:
 def draw_curves(name: str, against: str, line: tuple[float, str | None] | None = None) -> None:
     """Accuracies or losses of a file's runs over epochs or seconds, and a line to compare with."""
     figure, axis = plt.subplots(figsize=(6, 3.4))
-    rows = read(name)
+    rows = [row for row in read(name) if "-lr-" not in row["run"]]
     is_loss = rows[0]["metric"] == "loss"
     for row in sorted(rows, key=lambda row: float(row["last"]), reverse=True):
         epochs, seconds, scores = zip(*row["curve"], strict=True)
@@ -99,8 +99,12 @@ def draw_curves(name: str, against: str, line: tuple[float, str | None] | None =
     if is_loss:
         axis.set(xlabel=against, ylabel="test loss (nats a byte)", ylim=(2, 4.5))
     else:
-        axis.set(xlabel=against, ylabel="test accuracy (%)", ylim=(50, 96))
-    axis.legend(fontsize=8, loc="upper right" if is_loss else "lower right")
+        lowest = 50 if all(percent(row) > 60 for row in rows) else 20
+        axis.set(xlabel=against, ylabel="test accuracy (%)")
+        axis.set_ylim(bottom=lowest)
+    if max(axis.get_xlim()) > 5:
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    axis.legend(fontsize=8, loc="best")
     save(figure, name)
 
 
@@ -194,6 +198,8 @@ if __name__ == "__main__":
     draw_overlap(read("overlap"))
     draw_curves("revnet18", against="epochs", line=(94.9, "published, both"))
     draw_curves("revnet34", against="epochs")
+    draw_curves("revnet50", against="epochs")
+    draw_curves("vit", against="epochs")
     draw_curves("gpt", against="epochs")
     draw_curves("race", against="seconds", line=(90, None))
     draw_limits(read("limits"))

@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models.families import EACH, TEXT
+from models.test_attention import explicit
 from oracle import gradients, weigh, worst_error
 
 import redivider as rd
+from redivider.models.attention import attend
 from redivider.models.catalogue import resolve
 from redivider.models.summary import summarise
 
@@ -82,3 +84,26 @@ def test_chunks_keep_the_logits_out_of_memory():
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     logits = 4 * 8 * 512 * 50257
     assert peaks[0] < 0.3 * logits < 2 * logits < peaks[1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("num", [64, 128, 192, 196])
+def test_gradients_of_attention_are_numbers_where_logits_are_low(num, has_bias, compiles):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 4, 6, num, 64, device="cuda").mul(0.1).bfloat16()
+    q[..., 0], k[..., 0] = 1, -120 * 8  # every logit is about -120
+    bias = torch.zeros(6, num, num, device="cuda", dtype=torch.bfloat16) if has_bias else None
+    run = torch.compile(attend, fullgraph=True) if compiles else attend
+    found = []
+    for dtype, function in ((torch.bfloat16, run), (torch.float64, explicit)):
+        leaves = [each.detach().to(dtype).requires_grad_() for each in (q, k, v)]
+        y = function(*leaves, bias=None if bias is None else bias.to(dtype))
+        y.backward(torch.linspace(-1, 1, y.numel(), device="cuda", dtype=dtype).view_as(y))
+        # The first of a query's is a difference of large numbers.
+        found.append([leaves[0].grad[..., 1:].double(), *(each.grad.double() for each in leaves)])
+        assert found[-1].pop(1).isfinite().all()
+    for gradient, expected in zip(*found, strict=True):
+        assert (gradient - expected).norm() <= 0.02 * expected.norm()

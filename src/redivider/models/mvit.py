@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redivider.coupling import Coupling
 from redivider.junction import Duplicate
+from redivider.models.attention import attend
 from redivider.models.hierarchy import STD, Hierarchy, Stage, fusion
 from redivider.models.options import verify_positive
 from redivider.models.parts import (
@@ -140,12 +140,8 @@ class PooledAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(
-            self.pool_q(q),
-            self.pool_k(k),
-            self.pool_v(v),
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        dropout = self.dropout if self.training else 0.0
+        y = attend(self.pool_q(q), self.pool_k(k), self.pool_v(v), dropout=dropout)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redivider.models.attention import attend
 from redivider.models.options import Layers
 
 Units = dict[str, nn.Module]
@@ -124,9 +124,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=self.causal
-        )
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, dropout=dropout, causal=self.causal)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from redivider.coupling import Coupling
 from redivider.junction import Duplicate, Fuse
+from redivider.models.attention import attend
 from redivider.models.hierarchy import STD, Hierarchy, Stage, fusion
 from redivider.models.options import OptionError, verify_positive
 from redivider.models.parts import Linear, Mean, Residual, Units, mlp, named, residual
@@ -102,13 +103,8 @@ class WindowAttention(nn.Module):
         bias = self.bias().expand(num, -1, -1, -1)
         if self.edges is not None:
             bias = bias + self.edges()
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=bias.flatten(0, 1).to(q.dtype),
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, bias=bias.flatten(0, 1).to(q.dtype), dropout=dropout)
         y = y.view(len(x), num, self.heads, *y.shape[2:]).transpose(2, 3).flatten(3)
         y = _join(self.out(y), x.shape[1])
         return y.roll((self.shift, self.shift), (1, 2)) if self.shift else y

@@ -68,7 +68,7 @@ def fast(recipe: str, name: str, **changes: Any) -> Recipe:
 
 
 def _full() -> Iterator[Claim]:
-    for size, epochs in ((18, 300.0), (34, 30.0), (50, 30.0)):
+    for size, epochs in ((18, 300.0), (34, 30.0), (50, 20.0)):
         changes = {"epochs": epochs, "milestones": (epochs / 2, epochs * 3 / 4)}
         how_long = "" if epochs == 300 else f", in {epochs:g} epochs instead of 300"
         yield Claim(
@@ -91,7 +91,7 @@ def _transformers() -> Iterator[Claim]:
         "vit",
         "a Rev-ViT learns the same by overlap as by store, in less memory; and by PETRA",
         tuple(
-            fast("rev_vit_small-cifar10", name, epochs=20.0, compile=False, **changes)
+            fast("rev_vit_small-cifar10", name, epochs=10.0, warmup=2.0, compile=False, **changes)
             for name, changes in images.items()
         ),
     )

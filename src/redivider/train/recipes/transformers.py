@@ -18,7 +18,7 @@ def cifar10(model: str, depths: tuple[int, ...] = (), **options: Any) -> Recipe:
         microbatch=128,
         epochs=100,
         optimizer="adamw",
-        lr=1e-3,
+        lr=2.5e-4,
         weight_decay=0.05,
         warmup=5,
         schedule="cosine",
@@ -28,7 +28,7 @@ def cifar10(model: str, depths: tuple[int, ...] = (), **options: Any) -> Recipe:
     )
 
 
-def text(model: str, context: int, microbatch: int, **options: Any) -> Recipe:
+def text(model: str, context: int, microbatch: int, lr: float, **options: Any) -> Recipe:
     """A language model on bytes of text."""
     return Recipe(
         name=f"{model}-text",
@@ -42,7 +42,7 @@ def text(model: str, context: int, microbatch: int, **options: Any) -> Recipe:
         accumulate=4,
         epochs=10,
         optimizer="adamw",
-        lr=1e-3,
+        lr=lr,
         betas=(0.9, 0.95),
         weight_decay=0.1,
         warmup=0.2,
@@ -63,10 +63,10 @@ RECIPES = [
     partial(cifar10, "rev_swin_tiny", **SWIN),
     partial(cifar10, "mvit_base", **MVIT),
     partial(cifar10, "rev_mvit_base", **MVIT),
-    partial(text, "gpt_nano", 256, 16),
-    partial(text, "rev_gpt_nano", 256, 16),
-    partial(text, "gpt_small", 1024, 8),
-    partial(text, "rev_gpt_small", 1024, 8),
-    partial(text, "roberta_base", 256, 16, **ROBERTA),
-    partial(text, "rev_roberta_base", 256, 16, **ROBERTA),
+    partial(text, "gpt_nano", 256, 16, 1e-3),
+    partial(text, "rev_gpt_nano", 256, 16, 1e-3),
+    partial(text, "gpt_small", 1024, 8, 3e-4),
+    partial(text, "rev_gpt_small", 1024, 8, 3e-4),
+    partial(text, "roberta_base", 256, 16, 1e-3, **ROBERTA),
+    partial(text, "rev_roberta_base", 256, 16, 1e-3, **ROBERTA),
 ]

@@ -1,0 +1,101 @@
+"""Attention, and which of torch's kernels it may take."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import redivider as rd
+from models.families import IMAGES, SMALL_TRANSFORMER, TEXT
+from redivider.models.attention import attend
+from redivider.models.catalogue import resolve
+
+KERNELS = {
+    "flash": cuda.flash_sdp_enabled,
+    "efficient": cuda.mem_efficient_sdp_enabled,
+    "math": cuda.math_sdp_enabled,
+    "cudnn": cuda.cudnn_sdp_enabled,
+}
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """By number of keys, the kernels that are allowed while attention runs."""
+    found = {}
+    original = F.scaled_dot_product_attention
+
+    def watched(q, k, v, **keywords):
+        found[k.shape[-2]] = {name for name, is_allowed in KERNELS.items() if is_allowed()}
+        return original(q, k, v, **keywords)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    return found
+
+
+def draw(num_keys, num_queries=None):
+    torch.manual_seed(0)
+    q = torch.randn(2, 3, num_queries or num_keys, 8, dtype=torch.float64)
+    return q, *torch.randn(2, 2, 3, num_keys, 8, dtype=torch.float64)
+
+
+def explicit(q, k, v, bias=None, causal=False):
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    if bias is not None:
+        logits = logits + bias
+    if causal:
+        logits = logits.masked_fill(~torch.ones_like(logits).tril().bool(), float("-inf"))
+    return logits.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("num", [16, 64, 65, 128, 192])
+def test_it_is_attention(num):
+    q, k, v = draw(num)
+    bias = torch.randn(3, num, num, dtype=torch.float64)
+    torch.testing.assert_close(attend(q, k, v), explicit(q, k, v))
+    torch.testing.assert_close(attend(q, k, v, bias=bias), explicit(q, k, v, bias))
+    torch.testing.assert_close(attend(q, k, v, causal=True), explicit(q, k, v, causal=True))
+    torch.manual_seed(0)
+    dropped = attend(q, k, v, dropout=0.5)
+    assert not torch.equal(dropped, attend(q, k, v, dropout=0.5))
+
+
+def test_cudnn_is_not_taken_where_its_gradients_may_not_be_numbers(seen):
+    lengths = [1, 63, 64, 65, 127, 128, 129, 192, 256, 320]
+    for num in lengths:
+        attend(*draw(num, num_queries=5))
+    rest = {"flash", "efficient", "math"}
+    wrong = {64, 192, 320}
+    assert seen == {num: rest if num in wrong else rest | {"cudnn"} for num in lengths}
+    assert cuda.cudnn_sdp_enabled()
+
+
+def test_kernels_that_the_user_forbids_stay_so(seen):
+    for kernels in ([SDPBackend.MATH], [SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]):
+        with sdpa_kernel(kernels):
+            attend(*draw(64))
+        assert seen.pop(64) == {"math"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("rev_vit_tiny", {"image_size": 8, "patch_size": 1, "depth": 1}),
+        ("rev_swin_tiny", {"image_size": 8, "patch_size": 1, "window": 8, "depths": (1,)}),
+        ("rev_mvit_base", {"image_size": 16, "patch_size": 1, "pool": 2, "depths": (1,)}),
+        ("rev_gpt_nano", {"context": 64, "depth": 1}),
+        ("rev_roberta_base", {"context": 64, "depth": 1}),
+    ],
+)
+def test_so_do_all_transformers(seen, name, options):
+    family = TEXT if "context" in options else {**SMALL_TRANSFORMER, **IMAGES}
+    options = {**family, **options}
+    rd.create_model(name, **options)(resolve(name, **options)[1].example(2))
+    assert seen == {64: {"flash", "efficient", "math"}}
+
+
+def test_compiled_whole():
+    each = draw(64)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*each), attend(*each))
+    assert cuda.cudnn_sdp_enabled()
