@@ -41,7 +41,8 @@ def percent(row: Row) -> float:
 
 def num_in_flight(row: Row) -> int:
     """Samples that have entered between a sample's forward and backward in the first stage."""
-    return int(2 * (NUM_STAGES - 1) * row["latency"] * row["microbatch"])
+    later = (row.get("stages") or NUM_STAGES) - 1
+    return int(2 * later * row["latency"] * row["microbatch"])
 
 
 def draw_short(rows: list[Row]) -> None:

@@ -177,7 +177,7 @@ def _as_memory_allows(ways: Sequence[str], do: Callable[[str], Any]) -> dict[str
 
 def is_short_of_memory(error: RuntimeError) -> bool:
     """Whether something does not fit: torch's allocator says so, or a library beside it."""
-    words = ("out of memory", "ALLOC_FAILED")
+    words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
     return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)
 
 

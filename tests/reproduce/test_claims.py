@@ -20,7 +20,7 @@ def test_names_are_those_of_folders_and_of_one_claim_each():
 
 
 def test_all_recipes_of_a_claim_see_as_many_samples_an_update_unless_it_asks():
-    for name in ("methods", "microbatch", "lookahead", "latency"):
+    for name in ("methods", "microbatch", "lookahead", "latency", "stages"):
         for each in get_claim(name).runs:
             assert each.microbatch * each.accumulate == 128, each.name
             assert each.lr == pytest.approx(0.05) and each.epochs == 20
@@ -30,6 +30,7 @@ def test_all_recipes_of_a_claim_see_as_many_samples_an_update_unless_it_asks():
     for name, samples in (("vit", 128), ("gpt", 32)):
         assert {each.microbatch * each.accumulate for each in get_claim(name).runs} == {samples}
         assert {each.lr_by_delay for each in get_claim(name).runs} == {False, True}
+        assert {each.stages for each in get_claim(name).runs} == {"auto", 8}
     sizes = {(each.microbatch, each.method) for each in get_claim("microbatch").runs}
     assert sizes == {(n, way) for n in (4, 8, 16, 32, 64) for way in ("petra", "store")}
 
@@ -37,7 +38,8 @@ def test_all_recipes_of_a_claim_see_as_many_samples_an_update_unless_it_asks():
 def test_equal_trainings_have_one_name_and_others_another():
     """So claims may share a folder, and what they have in common is trained once."""
     seen = {}
-    for name in ("methods", "microbatch", "accumulate", "lookahead", "latency", "rate", "quality"):
+    names = ("methods", "microbatch", "accumulate", "lookahead", "latency", "stages", "rate")
+    for name in (*names, "quality"):
         for each in get_claim(name).runs:
             assert seen.setdefault(each.name, each) == each
 
@@ -54,6 +56,7 @@ def test_names_of_runs_say_what_is_other_than_usual():
     assert short("petra").name == "petra-64x2"
     assert short("petra", 16, 8, lookahead="momentum").name == "petra-16x8-ahead"
     assert short("petra", latency=4).name == "petra-64x2-latency-4"
+    assert short("petra", stages=4).name == "petra-64x2-stages-4"
     assert short("store", lr=0.025).name == "store-64x2-lr-0.025"
     assert short("petra", lr_by_delay=True).name == "petra-64x2-by-delay"
 

@@ -1,6 +1,7 @@
 """Trainings of a claim: rows that tell what the logs tell, and nothing done twice."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from train.small import recipe
@@ -27,6 +28,7 @@ def test_each_run_has_a_row(tmp_path):
         assert row["best"] == round(max(each["accuracy"] for each in run.evaluate), 5)
         assert len(row["curve"]) == len(run.evaluate) == 2
         assert row["MiB"] == round(sum(run.held("activations")) / 2**20, 2) > 0
+        assert row["stages"] == (4 if each.method == "petra" else None)
         assert row["torch"] and row["device"] == "cpu"
     text = table(rows)
     assert "store-run" in text and "| petra |" in text.replace("  ", " ")
@@ -48,6 +50,20 @@ def test_other_recipes_in_the_same_folder_are_refused(tmp_path):
     train_all([recipe(name="one")], tmp_path)
     with pytest.raises(TrainError, match=r"one holds a run with another lr, seed; take another"):
         train_all([recipe(name="one", lr=0.01, seed=3)], tmp_path)
+
+
+@pytest.mark.parametrize("stages", ["auto", 2, (1, 3)])
+def test_runs_of_any_stages_are_told_again(stages, tmp_path, monkeypatch):
+    made = recipe(name="one", method="petra", stages=stages, lr_by_delay=True)
+    rows = train_all([made], tmp_path)
+    num = 4 if stages == "auto" else 2
+    assert (rows[0]["stages"], rows[0]["lr_by_delay"]) == (num, True)
+    assert rows[0]["precision"] == made.precision
+    monkeypatch.setattr("redivider.train.loop.build", None)  # would be called to train
+    assert train_all([made], tmp_path) == rows
+    for others in (3, (3, 1)):
+        with pytest.raises(TrainError, match="one holds a run with another stages; take another"):
+            train_all([replace(made, stages=others)], tmp_path)
 
 
 def test_a_run_that_diverges_is_told_and_the_others_follow(tmp_path, monkeypatch):

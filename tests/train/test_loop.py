@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -417,3 +418,35 @@ def test_a_checkpoint_of_another_network_says_so(tmp_path, monkeypatch):
         train(recipe(), tmp_path / "run")
     with pytest.raises(TrainError, match=r"does not fit: size mismatch for .*\)\.$"):
         train(recipe(model_options={"width": 8}), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("method", ["store", "petra"])
+def test_full_memory_is_said_in_a_line(method, tmp_path, monkeypatch):
+    forward, count = torch.nn.BatchNorm2d.forward, iter(range(10**6))
+
+    def full(self, x):
+        if next(count) > 100:
+            torch.empty(2**60, dtype=torch.uint8)
+        return forward(self, x)
+
+    monkeypatch.setattr(torch.nn.BatchNorm2d, "forward", full)
+    with pytest.raises(TrainError) as raised:
+        train(recipe(method=method), tmp_path / "run")
+    said = str(raised.value)
+    much = f"no memory is left on cpu for {2**60} bytes"
+    assert re.match(rf"{much}, in .*block.*; take a smaller --microbatch", said), said
+    assert ("--method reverse" in said) == (method == "store")
+    assert read_run(tmp_path / "run").train
+
+
+def test_a_model_that_does_not_fit_is_said_in_a_line(tmp_path, monkeypatch):
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has")
+
+    monkeypatch.setattr("redivider.train.build.make_task", full)
+    with pytest.raises(TrainError, match=r"no memory is left on cpu for 2.50 GiB; take"):
+        train(recipe(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("redivider.train.build.make_task", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(recipe(), tmp_path / "run")

@@ -40,6 +40,8 @@ def short(method: Method, microbatch: int = 64, accumulate: int = 2, **changes: 
         told.append("ahead")
     if changes.get("latency", 1) > 1:
         told.append(f"latency-{changes['latency']}")
+    if "stages" in changes:
+        told.append(f"stages-{changes['stages']}")
     if "lr" in changes:
         told.append(f"lr-{changes['lr']:g}")
     if changes.get("lr_by_delay"):
@@ -82,11 +84,17 @@ def _full() -> Iterator[Claim]:
 
 def _transformers() -> Iterator[Claim]:
     backprop: dict[str, dict[str, Any]] = {each: {"method": each} for each in ("store", "overlap")}
-    # 26 stages: the first gradients are 50 micro-batches late. What helps against that (lower rates
-    # where they are later, and a momentum that adds less to it) was tried on smaller ones.
+    # 26 stages: the first gradients are 50 micro-batches late. What helps against that (fewer
+    # stages, lower rates where gradients are later, a momentum that adds less to it) was tried on
+    # smaller networks.
     careful = {"lr_by_delay": True, "betas": (0.5, 0.95)}
     few: dict[str, Any] = {"method": "petra", "microbatch": 16, "accumulate": 8}
-    images = {**backprop, "petra": few, "petra-by-delay": {**few, **careful}}
+    images = {
+        **backprop,
+        "petra": few,
+        "petra-by-delay": {**few, **careful},
+        "petra-8-stages": {**few, "stages": 8},
+    }
     yield Claim(
         "vit",
         "a Rev-ViT learns the same by overlap as by store, in less memory; and by PETRA",
@@ -101,6 +109,7 @@ def _transformers() -> Iterator[Claim]:
         "petra": {"method": "petra"},
         "petra-2x16": fewer,
         "petra-2x16-by-delay": {**fewer, **careful},
+        "petra-2x16-8-stages": {**fewer, "stages": 8},
     }
     yield Claim(
         "gpt",
@@ -165,6 +174,11 @@ CLAIMS = (
         "latency",
         "what slow links cost in accuracy",
         tuple(short("petra", latency=ticks) for ticks in (1, 2, 4)),
+    ),
+    Claim(
+        "stages",
+        "fewer stages, and so fewer samples in flight, cost less accuracy",
+        (*(short("petra", stages=num) for num in (2, 4, 7)), short("petra")),
     ),
     Claim(
         "rate",

@@ -18,7 +18,18 @@ RESULTS = "results.jsonl"
 FAILED = "failed.txt"  # why a run has come to nothing
 WANTED = 0.9  # an accuracy, for a race to it
 # What makes runs of one claim differ, and is told of each.
-FIELDS = ("method", "microbatch", "accumulate", "lr", "latency", "lookahead", "epochs", "seed")
+FIELDS = (
+    "method",
+    "microbatch",
+    "accumulate",
+    "lr",
+    "lr_by_delay",
+    "latency",
+    "lookahead",
+    "epochs",
+    "precision",
+    "seed",
+)
 
 
 def train_all(recipes: Sequence[Recipe], folder: Path) -> list[dict[str, Any]]:
@@ -73,6 +84,7 @@ def read_row(folder: Path) -> dict[str, Any]:
     ]
     row: dict[str, Any] = {
         **_told(run.recipe),
+        "stages": len(start["cut"]) if start["cut"] else None,
         "metric": metric,
         "last": round(end[metric], 5),
         "best": round(max(finite) if metric == "accuracy" else min(finite), 5),
@@ -128,13 +140,18 @@ def _verify_same(recipe: Recipe, where: Path) -> None:
     if not (where / RECIPE).exists():
         return
     ours, theirs = asdict(recipe), asdict(read_recipe(where / RECIPE))
-    if ours["stages"] == "auto":  # a run writes down how many they are
+    if _can_be_cut_so(ours["stages"], theirs["stages"]):
         ours["stages"] = theirs["stages"]
     others = [name for name in ours if ours[name] != theirs[name]]
     if others:
         raise TrainError(
             f"{where} holds a run with another {', '.join(others)}; take another folder by --out"
         )
+
+
+def _can_be_cut_so(asked: Any, cut: Any) -> bool:
+    """Whether stages that were asked for may be these: a run writes down the units of each."""
+    return asked == "auto" or (isinstance(cut, tuple) and asked == len(cut))
 
 
 def _told(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from redivider.train.engine import Engine, PipelineEngine, Seen
 from redivider.train.errors import TrainError
 from redivider.train.folder import claim, locked, write_whole, writing
 from redivider.train.log import Log, NoLog
-from redivider.train.machine import device_name, peak_memory, using_threads
+from redivider.train.machine import device_name, peak_memory, using_threads, within_memory
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
 from redivider.train.runs import LOG, RECIPE, read_run
@@ -75,7 +75,9 @@ def train(
     ended = _find_end(place) if resume else None
     if ended is not None:
         return ended
-    engine = build(resolved(recipe))
+    recipe = resolved(recipe)
+    with within_memory(recipe.device, recipe.method):
+        engine = build(recipe)
     recipe, crew = engine.recipe, engine.crew
     with crew.guarding():
         if not resume and is_restart():
@@ -112,7 +114,8 @@ def _train_in(folder: Path, recipe: Recipe, engine: Engine, stop: Stop, resume: 
     alone = locked(folder) if engine.crew.is_writer else nullcontext()
     with alone, using_threads(recipe.threads):
         try:
-            return Training(recipe, folder, engine, stop).train(resume)
+            with within_memory(recipe.device, recipe.method):
+                return Training(recipe, folder, engine, stop).train(resume)
         except KeyboardInterrupt:
             saved = any((folder / CHECKPOINTS).glob("*"))
             what = "with what was last saved" if saved else "before anything was saved"

@@ -1,5 +1,6 @@
 """The machine that a run is on."""
 
+import re
 import resource
 import sys
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from redivider.auto import is_short_of_memory
 from redivider.train.errors import TrainError
 
 
@@ -19,6 +21,24 @@ def using_threads(num: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def within_memory(device: str, method: str) -> Iterator[None]:
+    """Say in a line that memory is full, where, and what takes less."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_short_of_memory(error):
+            raise
+        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        much = f" for {asked[1]}" if asked else ""
+        where = "".join(f", {each}" for each in getattr(error, "__notes__", ()))
+        spares = "; --method reverse keeps no activations" if method == "store" else ""
+        raise TrainError(
+            f"no memory is left on {device}{much}{where}; take a smaller --microbatch and a larger "
+            f"--accumulate, or a smaller model{spares}"
+        ) from error
 
 
 def resolve_device(name: str) -> torch.device:
