@@ -41,8 +41,7 @@ def percent(row: Row) -> float:
 
 def num_in_flight(row: Row) -> int:
     """Samples that have entered between a sample's forward and backward in the first stage."""
-    later = (row.get("stages") or NUM_STAGES) - 1
-    return int(2 * later * row["latency"] * row["microbatch"])
+    return int(2 * (NUM_STAGES - 1) * row["latency"] * row["microbatch"])
 
 
 def draw_short(rows: list[Row]) -> None:
@@ -57,7 +56,7 @@ def draw_short(rows: list[Row]) -> None:
     left.set_title("by method, micro-batches of 64", fontsize=10)
     left.xaxis.set_major_locator(ticker.MultipleLocator(5))
     left.legend(fontsize=7, loc="lower right")
-    sizes = r"-(\d+)x\d+(-latency-\d+)?"  # at 128 samples an update, unless a latency is told
+    sizes = r"-(\d+)x\d+(-latency-\d+)?"  # at 128 samples an update, and with all stages
     swept = [row for row in rows if row["microbatch"] * row["accumulate"] == 128]
     looks = {"petra": ("o-", "tab:blue"), "store": ("s--", "tab:gray")}
     for method, (style, colour) in looks.items():

@@ -27,7 +27,7 @@ def small(**changes) -> Recipe:
 
 
 def start(
-    num: int, *words: str, victim: str = "", stop: str = "", restarts: int = 0
+    num: int, *words: str, victim: str = "", stop: str = "", full: str = "", restarts: int = 0
 ) -> subprocess.Popen:
     tests = Path(__file__).parents[1]
     env = os.environ | {
@@ -35,6 +35,7 @@ def start(
         "OMP_NUM_THREADS": "1",
         "VICTIM": victim,
         "STOP": stop,
+        "FULL": full,
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -97,6 +98,16 @@ def test_a_stopped_run_goes_on_in_another_number_of_processes(whole, asked):
     assert last_step() < 260
     train(read_recipe(Path("run/recipe.json")), Path("run"), resume=True)
     assert equal(Path("run"), whole)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_rank_whose_memory_is_full_says_so(rank, asked):
+    process = start(2, "train", asked, "--out", "run", full=f"{rank}:9")
+    said, _ = process.communicate(timeout=150)
+    lines = [line for line in said.splitlines() if line.startswith("redivider: ")]
+    assert len(lines) == 1, said
+    much = f"{2**40:,} MiB"
+    assert lines[0].startswith(f"redivider: no memory is left on cpu for {much}, in stage"), said
 
 
 def last_step() -> int:

@@ -1,12 +1,15 @@
 """`redivider` in a process to which something happens at a tick of the first attempt.
 
-VICTIM=rank:tick is killed there, STOP=rank:tick has torchrun stop all of them.
+VICTIM=rank:tick is killed there, STOP=rank:tick has torchrun stop all of them, FULL=rank:tick has
+no memory left.
 """
 
 import os
 import signal
 import sys
 from pathlib import Path
+
+import torch
 
 import redivider as rd
 from redivider.cli import main
@@ -28,6 +31,8 @@ def step_or_die(self, *given, **side):
         os.kill(os.getpid(), signal.SIGKILL)
     if tick == meet("STOP"):
         os.kill(os.getppid(), signal.SIGTERM)
+    if tick == meet("FULL"):
+        torch.nn.BatchNorm2d.forward = lambda *given: torch.empty(2**60, dtype=torch.uint8)
     return step(self, *given, **side)
 
 

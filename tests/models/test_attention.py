@@ -1,13 +1,17 @@
 """Attention, and which of torch's kernels it may take."""
 
+from threading import Thread
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import redivider as rd
 from models.families import IMAGES, SMALL_TRANSFORMER, TEXT
+from redivider.models import attention
 from redivider.models.attention import attend
 from redivider.models.catalogue import resolve
 
@@ -22,6 +26,7 @@ KERNELS = {
 @pytest.fixture
 def seen(monkeypatch):
     """By number of keys, the kernels that are allowed while attention runs."""
+    monkeypatch.setattr(attention, "_may_take_cudnn", lambda k: True)
     found = {}
     original = F.scaled_dot_product_attention
 
@@ -75,6 +80,31 @@ def test_kernels_that_the_user_forbids_stay_so(seen):
         with sdpa_kernel(kernels):
             attend(*draw(64))
         assert seen.pop(64) == {"math"}
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), pytest.raises(RuntimeError, match="No viable"):
+        attend(*draw(64))  # on a CPU
+    assert seen.pop(64) == {"cudnn"}
+
+
+def test_threads_leave_kernels_as_they_were(seen):
+    each = draw(64)
+    wrong = []
+
+    def run():
+        for _ in range(100):
+            attend(*each)
+            wrong.extend({"cudnn"} & seen[64])
+
+    threads = [Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and cuda.cudnn_sdp_enabled()
+
+
+def test_on_other_devices_nothing_is_forbidden(monkeypatch):
+    monkeypatch.setattr(attention, "sdpa_kernel", None)  # would be called
+    attend(*draw(64))
 
 
 @pytest.mark.parametrize(
@@ -94,8 +124,27 @@ def test_so_do_all_transformers(seen, name, options):
     assert seen == {64: {"flash", "efficient", "math"}}
 
 
-def test_compiled_whole():
-    each = draw(64)
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+@pytest.mark.parametrize("num", [64, 128])
+def test_a_compiled_graph_chooses_in_the_same_way(num, monkeypatch):
+    monkeypatch.setattr(attention, "_may_take_cudnn", lambda k: True)
+    entered = []
+
+    def keep(graph, given):
+        entered.extend(node for node in graph.graph.nodes if "sdpa" in str(node.target))
+        return aot_eager(graph, given)
+
+    each = draw(num)
+    compiled = torch.compile(attend, fullgraph=True, backend=keep)
     torch.testing.assert_close(compiled(*each), attend(*each))
+    assert bool(entered) == (num == 64)
     assert cuda.cudnn_sdp_enabled()
+
+
+def test_exported_for_any_length():
+    options = {**TEXT, "context": 256, "depth": 1, "attention_dropout": 0.0}
+    model = rd.create_model("rev_gpt_nano", backward="store", **options).eval()
+    lengths = ({1: torch.export.Dim("tokens", min=2, max=256)},)
+    tokens = torch.arange(200).view(2, 100)
+    exported = torch.export.export(model, (tokens,), dynamic_shapes=lengths).module()
+    for each in (tokens, tokens[:, :64]):
+        torch.testing.assert_close(exported(each), model(each))

@@ -61,9 +61,21 @@ def test_runs_of_any_stages_are_told_again(stages, tmp_path, monkeypatch):
     assert rows[0]["precision"] == made.precision
     monkeypatch.setattr("redivider.train.loop.build", None)  # would be called to train
     assert train_all([made], tmp_path) == rows
-    for others in (3, (3, 1)):
+    for others in (3, (3, 1), 2 if stages == "auto" else "auto"):
         with pytest.raises(TrainError, match="one holds a run with another stages; take another"):
             train_all([replace(made, stages=others)], tmp_path)
+
+
+def test_runs_of_older_versions_are_told_too(tmp_path):
+    rows = train_all([recipe(name="one")], tmp_path)
+    path, log = tmp_path / "one" / "recipe.json", tmp_path / "one" / "log.jsonl"
+    older = {
+        key: value for key, value in json.loads(path.read_text()).items() if "delay" not in key
+    }
+    path.write_text(json.dumps(older))
+    assert '"cut": null' in log.read_text()
+    log.write_text(log.read_text().replace('"cut": null', '"uncut": null'))
+    assert train_all([recipe(name="one")], tmp_path) == rows
 
 
 def test_a_run_that_diverges_is_told_and_the_others_follow(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ import redivider as rd
 from redivider.data import load
 from redivider.pipeline.state import read_state
 from redivider.train.checkpoint import Checkpoints
+from redivider.train.compare import compare
 from redivider.train.engine import BackpropEngine
 from redivider.train.errors import TrainError
 from redivider.train.folder import locked
@@ -433,20 +434,36 @@ def test_full_memory_is_said_in_a_line(method, tmp_path, monkeypatch):
     with pytest.raises(TrainError) as raised:
         train(recipe(method=method), tmp_path / "run")
     said = str(raised.value)
-    much = f"no memory is left on cpu for {2**60} bytes"
-    assert re.match(rf"{much}, in .*block.*; take a smaller --microbatch", said), said
+    much = f"no memory is left on cpu for {2**40:,} MiB"
+    assert re.match(rf"{much}, in .*block.*; .*a run with a smaller --microbatch", said), said
     assert ("--method reverse" in said) == (method == "store")
     assert read_run(tmp_path / "run").train
 
 
-def test_a_model_that_does_not_fit_is_said_in_a_line(tmp_path, monkeypatch):
+FULL = {
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"): "2.50 GiB",
+    MemoryError("Unable to allocate 7.28 TiB for an array with shape (10,)"): "7.28 TiB",
+}
+
+
+@pytest.mark.parametrize("error", FULL, ids=lambda error: type(error).__name__)
+def test_what_cannot_be_built_for_want_of_memory_says_so(error, tmp_path, monkeypatch):
     def full(*given):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has")
+        raise error
 
     monkeypatch.setattr("redivider.train.build.make_task", full)
-    with pytest.raises(TrainError, match=r"no memory is left on cpu for 2.50 GiB; take"):
+    line = f"no memory is left on cpu for {FULL[error]}; "
+    with pytest.raises(TrainError, match=rf"{line}.* takes less$"):
         train(recipe(), tmp_path / "run")
+    with pytest.raises(TrainError, match=line):
+        compare(recipe(compare=("store", "petra")), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr("redivider.train.build.make_task", lambda *given: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+
+
+def test_other_errors_are_not_about_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("redivider.train.build.make_task", lambda *given: torch.ones(2) @ 3)
+    with pytest.raises(TypeError):
+        train(recipe(), tmp_path / "run")
+    monkeypatch.setattr("redivider.train.build.make_task", lambda *given: torch.ones(2).view(3))
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
         train(recipe(), tmp_path / "run")

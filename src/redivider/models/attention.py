@@ -1,7 +1,8 @@
 """Attention by torch's fused kernels, but for one whose gradients are not always numbers."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from threading import Lock
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ _OTHERS: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
     SDPBackend.MATH: cuda.math_sdp_enabled,
 }
+# Kernels are allowed and forbidden for the whole process.
+_lock = Lock()
 
 
 def attend(
@@ -35,22 +38,27 @@ def attend(
         dropout: Of the weights.
         causal: Whether a token sees only those before it, and itself.
     """
-    with _sound_kernels(k.shape[-2]):
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal
-        )
+    run = partial(
+        F.scaled_dot_product_attention, q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal
+    )
+    if not _may_take_cudnn(k) or k.shape[-2] % 128 != 64:
+        return run()
+    # Here cuDNN's backward counts the padding of its last 128 keys as logits of 0. Beside a row of
+    # logits below -88 these overflow, and the query's gradient is not a number: pytorch 196678.
+    if torch.compiler.is_compiling():  # whose graph has its kernels chosen now
+        with sdpa_kernel(_without_cudnn()):
+            return run()
+    with _lock, sdpa_kernel(_without_cudnn()):
+        return run()
 
 
-def _sound_kernels(num_keys: int) -> AbstractContextManager[None]:
-    """Where cuDNN's backward counts the padding of its last 128 keys as logits of 0, not cuDNN.
-
-    Beside logits below -88 these overflow, and the gradients of queries are not numbers: pytorch
-    issue 196678. A compiled graph has its kernels chosen when it is traced, within this.
-    """
-    return sdpa_kernel(_without_cudnn()) if num_keys % 128 == 64 else nullcontext()
+def _may_take_cudnn(k: Tensor) -> bool:
+    """Whether torch could; an exported graph has no kernels yet, and would lose its lengths."""
+    return k.is_cuda and not torch.compiler.is_exporting()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _without_cudnn() -> list[SDPBackend]:
-    """The kernels that the user allows, less one."""
-    return [kernel for kernel, is_allowed in _OTHERS.items() if is_allowed()]
+    """The kernels that the user allows, less one; that one if it is the only one."""
+    others = [kernel for kernel, is_allowed in _OTHERS.items() if is_allowed()]
+    return others or [SDPBackend.CUDNN_ATTENTION]

@@ -93,7 +93,7 @@ def _transformers() -> Iterator[Claim]:
         **backprop,
         "petra": few,
         "petra-by-delay": {**few, **careful},
-        "petra-8-stages": {**few, "stages": 8},
+        "petra-8-stages": {**few, **careful, "stages": 8},
     }
     yield Claim(
         "vit",
@@ -109,7 +109,7 @@ def _transformers() -> Iterator[Claim]:
         "petra": {"method": "petra"},
         "petra-2x16": fewer,
         "petra-2x16-by-delay": {**fewer, **careful},
-        "petra-2x16-8-stages": {**fewer, "stages": 8},
+        "petra-2x16-8-stages": {**fewer, **careful, "stages": 8},
     }
     yield Claim(
         "gpt",

@@ -13,6 +13,7 @@ from redivider.train.folder import write_whole
 from redivider.train.loop import train
 from redivider.train.recipe import Recipe, read_recipe
 from redivider.train.runs import LOG, RECIPE, numbers, read_run
+from redivider.train.torchrun import num_processes
 
 RESULTS = "results.jsonl"
 FAILED = "failed.txt"  # why a run has come to nothing
@@ -70,21 +71,21 @@ def read_row(folder: Path) -> dict[str, Any]:
     """What a run that has ended comes to."""
     run = read_run(folder)
     if (folder / FAILED).exists():
-        return {**_told(run.recipe), "failed": (folder / FAILED).read_text().strip()}
+        return {**_told(folder), "failed": (folder / FAILED).read_text().strip()}
     metric, start, end = run.metric, run.start[-1], run.end[-1]
     scores = numbers(run.evaluate, metric)
     epochs, seconds = numbers(run.evaluate, "epoch"), numbers(run.evaluate, "seconds")
     finite, held = [each for each in scores if isfinite(each)], run.held("activations")
     if not finite or end[metric] is None:
-        return {**_told(run.recipe), "failed": f"the {metric} is not a number"}
+        return {**_told(folder), "failed": f"the {metric} is not a number"}
     curve = [
         [round(e, 3), round(s, 2), round(score, 5)]
         for e, s, score in zip(epochs, seconds, scores, strict=True)
         if isfinite(score)
     ]
     row: dict[str, Any] = {
-        **_told(run.recipe),
-        "stages": len(start["cut"]) if start["cut"] else None,
+        **_told(folder),
+        "stages": len(start["cut"]) if start.get("cut") else None,
         "metric": metric,
         "last": round(end[metric], 5),
         "best": round(max(finite) if metric == "accuracy" else min(finite), 5),
@@ -150,12 +151,15 @@ def _verify_same(recipe: Recipe, where: Path) -> None:
 
 
 def _can_be_cut_so(asked: Any, cut: Any) -> bool:
-    """Whether stages that were asked for may be these: a run writes down the units of each."""
-    return asked == "auto" or (isinstance(cut, tuple) and asked == len(cut))
+    """Whether stages that were asked for are these: a run writes down the units of each."""
+    if asked == "auto" and num_processes() > 1:
+        return True  # one for each of them, however many there were
+    return isinstance(cut, tuple) and (set(cut) == {1} if asked == "auto" else asked == len(cut))
 
 
-def _told(recipe: dict[str, Any]) -> dict[str, Any]:
-    return {"run": recipe["name"], **{each: recipe[each] for each in FIELDS}}
+def _told(folder: Path) -> dict[str, Any]:
+    recipe = read_recipe(folder / RECIPE)  # with defaults for what is younger than it
+    return {"run": recipe.name, **{each: getattr(recipe, each) for each in FIELDS}}
 
 
 def _by_stage(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from redivider.train.engine import PipelineEngine
 from redivider.train.errors import TrainError
 from redivider.train.folder import claim, write_whole
 from redivider.train.loop import Result, Stopped, train
+from redivider.train.machine import within_memory
 from redivider.train.recipe import Recipe
 from redivider.train.report import write_report
 from redivider.train.runs import RECIPE, read_run
@@ -55,7 +56,8 @@ def compare(
     runs = variants(recipe)
     if not resume:
         for _, each in runs:  # none is begun if one of them cannot be
-            build(each)
+            with within_memory(each, each.device):
+                build(each)
         folder = claim(folder, numbered=numbered)
         write_whole(folder / RECIPE, recipe.to_json())
     results = {}

@@ -76,7 +76,7 @@ def train(
     if ended is not None:
         return ended
     recipe = resolved(recipe)
-    with within_memory(recipe.device, recipe.method):
+    with within_memory(recipe, recipe.device):
         engine = build(recipe)
     recipe, crew = engine.recipe, engine.crew
     with crew.guarding():
@@ -114,7 +114,7 @@ def _train_in(folder: Path, recipe: Recipe, engine: Engine, stop: Stop, resume: 
     alone = locked(folder) if engine.crew.is_writer else nullcontext()
     with alone, using_threads(recipe.threads):
         try:
-            with within_memory(recipe.device, recipe.method):
+            with within_memory(recipe, engine.device):
                 return Training(recipe, folder, engine, stop).train(resume)
         except KeyboardInterrupt:
             saved = any((folder / CHECKPOINTS).glob("*"))

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 import torch
 
 from redivider.auto import is_short_of_memory
+from redivider.errors import PipelineError
 from redivider.train.errors import TrainError
+from redivider.train.recipe import Recipe
 
 
 @contextmanager
@@ -24,21 +26,29 @@ def using_threads(num: int) -> Iterator[None]:
 
 
 @contextmanager
-def within_memory(device: str, method: str) -> Iterator[None]:
+def within_memory(recipe: Recipe, device: str | torch.device) -> Iterator[None]:
     """Say in a line that memory is full, where, and what takes less."""
     try:
         yield
-    except RuntimeError as error:
-        if not is_short_of_memory(error):
+    except PipelineError:  # which quotes what another process has said
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not is_short_of_memory(error):
             raise
-        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
-        much = f" for {asked[1]}" if asked else ""
+        asked = re.search(r"allocate ([\d.]+) (\w+)", str(error))
+        much = f" for {_amount(*asked.groups())}" if asked else ""
         where = "".join(f", {each}" for each in getattr(error, "__notes__", ()))
-        spares = "; --method reverse keeps no activations" if method == "store" else ""
+        less = "a run with a smaller --microbatch and a larger --accumulate, or of a smaller model,"
+        if recipe.method == "store" and recipe.model.startswith("rev"):
+            less = f"--method reverse keeps less; {less}"
         raise TrainError(
-            f"no memory is left on {device}{much}{where}; take a smaller --microbatch and a larger "
-            f"--accumulate, or a smaller model{spares}"
+            f"no memory is left on {device}{much}{where}; {less} takes less"
         ) from error
+
+
+def _amount(number: str, unit: str) -> str:
+    """As people say it: torch's allocator of the CPU has bytes."""
+    return f"{float(number) / 2**20:,.0f} MiB" if unit == "bytes" else f"{number} {unit}"
 
 
 def resolve_device(name: str) -> torch.device:
