@@ -26,7 +26,7 @@ KERNELS = {
 @pytest.fixture
 def seen(monkeypatch):
     """By number of keys, the kernels that are allowed while attention runs."""
-    monkeypatch.setattr(attention, "_may_take_cudnn", lambda k: True)
+    monkeypatch.setattr(attention, "_has_cudnn", lambda k: True)
     found = {}
     original = F.scaled_dot_product_attention
 
@@ -126,7 +126,7 @@ def test_so_do_all_transformers(seen, name, options):
 
 @pytest.mark.parametrize("num", [64, 128])
 def test_a_compiled_graph_chooses_in_the_same_way(num, monkeypatch):
-    monkeypatch.setattr(attention, "_may_take_cudnn", lambda k: True)
+    monkeypatch.setattr(attention, "_has_cudnn", lambda k: True)
     entered = []
 
     def keep(graph, given):
@@ -140,7 +140,8 @@ def test_a_compiled_graph_chooses_in_the_same_way(num, monkeypatch):
     assert cuda.cudnn_sdp_enabled()
 
 
-def test_exported_for_any_length():
+def test_exported_for_any_length(monkeypatch):
+    monkeypatch.setattr(attention, "_has_cudnn", lambda k: True)
     options = {**TEXT, "context": 256, "depth": 1, "attention_dropout": 0.0}
     model = rd.create_model("rev_gpt_nano", backward="store", **options).eval()
     lengths = ({1: torch.export.Dim("tokens", min=2, max=256)},)

@@ -41,7 +41,8 @@ def attend(
     run = partial(
         F.scaled_dot_product_attention, q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal
     )
-    if not _may_take_cudnn(k) or k.shape[-2] % 128 != 64:
+    # An exported graph has no kernels yet, and would be for one length alone.
+    if not _has_cudnn(k) or torch.compiler.is_exporting() or k.shape[-2] % 128 != 64:
         return run()
     # Here cuDNN's backward counts the padding of its last 128 keys as logits of 0. Beside a row of
     # logits below -88 these overflow, and the query's gradient is not a number: pytorch 196678.
@@ -52,9 +53,8 @@ def attend(
         return run()
 
 
-def _may_take_cudnn(k: Tensor) -> bool:
-    """Whether torch could; an exported graph has no kernels yet, and would lose its lengths."""
-    return k.is_cuda and not torch.compiler.is_exporting()
+def _has_cudnn(k: Tensor) -> bool:
+    return k.is_cuda
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
