@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # pip is asked again only when what it should install has changed.
 READY := $(VENV)/ready
+OLDEST := .venv-oldest
 
-.PHONY: test lint types pytest train stress clean
+.PHONY: test lint types pytest oldest train stress clean
 
 test: lint types pytest
 
@@ -19,6 +20,9 @@ types: $(READY)
 pytest: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+oldest: $(OLDEST)/ready  # the tests by the oldest torch that is supported
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
+
 train: $(READY)
 	$(BIN)/redivider train quickstart
 
@@ -31,5 +35,12 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
+$(OLDEST)/ready: pyproject.toml constraints.txt
+	@echo "Installing torch 2.11 into $(OLDEST), 5 GB, once."
+	$(PYTHON) -m venv $(OLDEST)
+	sed 's/^torch==.*/torch==2.11.0/' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt -e ".[dev]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) .mypy_cache .pytest_cache .ruff_cache

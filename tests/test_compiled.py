@@ -182,7 +182,7 @@ def test_outputs_and_leaves_that_are_there_twice(backward, f):
     couplings = [rd.Coupling(f()) for _ in range(3)]
     chain = rd.Chain([stem, *couplings, rd.Fuse(), nn.Linear(16, 3)], backward=backward).double()
     plain = copy.deepcopy(chain)
-    chain.compile(backend="aot_eager")
+    chain.compile(backend="aot_eager", fullgraph=True)
     x = torch.randn(4, 5, 6).double().requires_grad_()
     y = x.detach().clone().requires_grad_()
     for _ in range(2):

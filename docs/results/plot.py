@@ -16,7 +16,7 @@ from matplotlib import ticker
 from matplotlib.colors import Normalize, TwoSlopeNorm
 
 HERE = Path(__file__).parent
-NUM_STAGES = 10  # of RevNet-18, one for each block
+NUM_STAGES = 10  # of RevNet-18, one for each block, unless a row says otherwise
 Row = dict[str, Any]
 plt.rcParams |= {
     "svg.fonttype": "none",
@@ -41,7 +41,24 @@ def percent(row: Row) -> float:
 
 def num_in_flight(row: Row) -> int:
     """Samples that have entered between a sample's forward and backward in the first stage."""
-    return int(2 * (NUM_STAGES - 1) * row["latency"] * row["microbatch"])
+    num_stages = row.get("stages") or NUM_STAGES
+    return int(2 * (num_stages - 1) * row["latency"] * row["microbatch"])
+
+
+def note(row: Row) -> str:
+    """What a run of PETRA has of its own: stages, or its micro-batch and latency."""
+    if "-stages-" in row["run"]:
+        return f"{row['stages']} stages"
+    return f"{row['microbatch']}" + (f", latency {row['latency']}" if row["latency"] > 1 else "")
+
+
+def place(row: Row) -> Row:
+    """Where that is written: below a point and left of it, or for fewer stages above all."""
+    if "-stages-" in row["run"]:
+        above = (num_in_flight(row), 92.3)
+        return {"xytext": above, "ha": "center", "fontsize": 7, "color": "tab:orange"}
+    below = (-6, -4 if row["latency"] > 1 else -12)
+    return {"xytext": below, "textcoords": "offset points", "ha": "right", "fontsize": 7}
 
 
 def draw_short(rows: list[Row]) -> None:
@@ -56,28 +73,23 @@ def draw_short(rows: list[Row]) -> None:
     left.set_title("by method, micro-batches of 64", fontsize=10)
     left.xaxis.set_major_locator(ticker.MultipleLocator(5))
     left.legend(fontsize=7, loc="lower right")
-    sizes = r"-(\d+)x\d+(-latency-\d+)?"  # at 128 samples an update, and with all stages
     swept = [row for row in rows if row["microbatch"] * row["accumulate"] == 128]
-    looks = {"petra": ("o-", "tab:blue"), "store": ("s--", "tab:gray")}
-    for method, (style, colour) in looks.items():
-        line = [row for row in swept if re.fullmatch(method + sizes, row["run"])]
+    looks = {
+        "petra": (r"petra-\d+x\d+(-latency-\d+)?", "o-", "tab:blue"),
+        "petra, fewer stages": (r"petra-64x2-stages-\d+", "D", "tab:orange"),
+        "store": (r"store-\d+x\d+", "s--", "tab:gray"),
+    }
+    for label, (runs, style, colour) in looks.items():
+        line = [row for row in swept if re.fullmatch(runs, row["run"])]
         line.sort(key=num_in_flight)
         at = [*map(num_in_flight, line)]
-        right.plot(at, [*map(percent, line)], style, color=colour, label=method, markersize=4)
-    for row in (each for each in swept if re.fullmatch(f"petra{sizes}", each["run"])):
-        late = f", latency {row['latency']}" if row["latency"] > 1 else ""
-        right.annotate(
-            f"{row['microbatch']}{late}",
-            (num_in_flight(row), percent(row)),
-            textcoords="offset points",
-            xytext=(-6, -4 if late else -12),
-            ha="right",
-            fontsize=7,
-        )
+        right.plot(at, [*map(percent, line)], style, color=colour, label=label, markersize=4)
+        for row in line if "petra" in label else []:
+            right.annotate(note(row), (num_in_flight(row), percent(row)), **place(row))
     right.set_xscale("log", base=2)
     right.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    right.set(xlabel="samples in flight under PETRA", ylabel="test accuracy (%)")
-    right.set_title("by micro-batch and latency, 128 samples an update", fontsize=10)
+    right.set(xlabel="samples in flight under PETRA", ylabel="test accuracy (%)", ylim=(66, 94))
+    right.set_title("by micro-batch, latency and stages, 128 samples an update", fontsize=10)
     right.legend(fontsize=7, loc="lower left")
     save(figure, "short")
 

@@ -118,7 +118,7 @@ def _run_joint(module: nn.Module, a: Tensor, /, **side: Any) -> tuple[Tensor, Te
     # Taking r from a stream is no part of it: compiled together they would not round r, as the
     # forward does, which adds it to the stream as it is here.
     r = module._call_impl(a, **side)  # type: ignore[no-untyped-call]
-    return r.detach(), *_StandIns.apply(r, a)  # type: ignore[no-untyped-call]
+    return r.detach(), *_StandIns.apply(*_distinct(r, a))  # type: ignore[no-untyped-call]
 
 
 def _run_apart(
@@ -126,8 +126,14 @@ def _run_apart(
 ) -> tuple[Tensor, ...]:
     output = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
-    found: tuple[Tensor, ...] = _Outputs.apply(dtypes, *outputs)  # type: ignore[no-untyped-call]
-    return found
+    found = _Outputs.apply(dtypes, *_distinct(*outputs))  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, ...], found)
+
+
+def _distinct(*tensors: Tensor) -> list[Tensor]:
+    # Of a tensor that a Function gets twice, torch 2.11's compiler forgets one gradient, and later
+    # ones do not compile the Function. In a graph a view costs nothing.
+    return [each.view_as(each) for each in tensors]
 
 
 class _Outputs(torch.autograd.Function):

@@ -5,6 +5,7 @@ from threading import Thread
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -149,3 +150,17 @@ def test_exported_for_any_length(monkeypatch):
     exported = torch.export.export(model, (tokens,), dynamic_shapes=lengths).module()
     for each in (tokens, tokens[:, :64]):
         torch.testing.assert_close(exported(each), model(each))
+
+
+def test_so_is_it_by_the_compiler(monkeypatch):
+    monkeypatch.setattr(attention, "_has_cudnn", lambda k: True)
+
+    class Attention(nn.Module):
+        def forward(self, x):
+            return attend(x, x, x)
+
+    x = torch.randn(2, 3, 100, 8)
+    lengths = ({2: torch.export.Dim("tokens", min=2, max=256)},)
+    exported = torch.export.export(Attention(), (x,), dynamic_shapes=lengths, strict=True).module()
+    for each in (x, x[:, :, :64]):
+        torch.testing.assert_close(exported(each), attend(each, each, each))

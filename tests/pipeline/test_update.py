@@ -204,6 +204,28 @@ def test_a_compiled_pipeline_follows_the_plain_one(accumulate, amp):
     assert torch.allclose(*found, rtol=2e-2 if amp else 1e-10)
 
 
+def test_a_compiled_stem_that_gives_one_tensor_twice():
+    torch.manual_seed(0)
+    stem = nn.Sequential(nn.Linear(5, 4), rd.Duplicate())
+    chain = rd.Chain([stem, rd.Coupling(nn.Linear(4, 4)), rd.Fuse(), nn.Linear(8, 3)]).double()
+    found = []
+    for compiled in (False, True):
+        each = copy.deepcopy(chain)
+        pipe = rd.Pipeline(
+            each,
+            stages=2,
+            loss=F.cross_entropy,
+            optimizer=lambda stage: SGD(stage.parameters(), lr=0.05),
+        )
+        if compiled:
+            pipe.compile(backend="aot_eager", fullgraph=True)
+        for x, target in batches(8):
+            pipe.step(x, target)
+        pipe.flush()
+        found.append([*each.parameters()])
+    assert same(*found, 1e-10)
+
+
 def test_a_flush_outside_of_autocast_compiles_nothing_again():
     pipe = rd.Pipeline(
         network().float(),

@@ -42,7 +42,7 @@ def attend(
         F.scaled_dot_product_attention, q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal
     )
     # An exported graph has no kernels yet, and would be for one length alone.
-    if not _has_cudnn(k) or torch.compiler.is_exporting() or k.shape[-2] % 128 != 64:
+    if not _has_cudnn(k) or _is_exporting() or k.shape[-2] % 128 != 64:
         return run()
     # Here cuDNN's backward counts the padding of its last 128 keys as logits of 0. Beside a row of
     # logits below -88 these overflow, and the query's gradient is not a number: pytorch 196678.
@@ -55,6 +55,12 @@ def attend(
 
 def _has_cudnn(k: Tensor) -> bool:
     return k.is_cuda
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_exporting() -> bool:
+    # As torch knows it: torch 2.11's compiler says yes to every graph.
+    return torch.compiler.is_exporting()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -53,4 +53,4 @@ class Embedding(nn.Embedding):
     """Tokens to vectors that begin small."""
 
     def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.weight, std=0.02)
+        nn.init.normal_(self.weight, std=0.02)

@@ -48,7 +48,7 @@ class Linear(nn.Linear):
         if self.std is None:
             nn.init.xavier_uniform_(self.weight)
         else:
-            nn.init.trunc_normal_(self.weight, std=self.std)
+            nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -63,7 +63,7 @@ class Positions(nn.Module):
 
     def reset_parameters(self) -> None:
         """Small, normal."""
-        nn.init.trunc_normal_(self.weight, std=0.02)
+        nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 3:

@@ -132,7 +132,7 @@ class OffsetBias(nn.Module):
 
     def reset_parameters(self) -> None:
         """Small, normal; and where each pair of tokens finds its offset."""
-        nn.init.trunc_normal_(self.table, std=STD)
+        nn.init.normal_(self.table, std=STD)
         places = torch.arange(self.window, device=self.index.device)
         rows, columns = places.repeat_interleave(self.window), places.repeat(self.window)
         down, right = (x[:, None] - x + self.window - 1 for x in (rows, columns))

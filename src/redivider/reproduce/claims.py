@@ -94,6 +94,7 @@ def _transformers() -> Iterator[Claim]:
         "petra": few,
         "petra-by-delay": {**few, **careful},
         "petra-8-stages": {**few, **careful, "stages": 8},
+        "petra-4x32-8-stages": {**few, "microbatch": 4, "accumulate": 32, **careful, "stages": 8},
     }
     yield Claim(
         "vit",
@@ -110,6 +111,7 @@ def _transformers() -> Iterator[Claim]:
         "petra-2x16": fewer,
         "petra-2x16-by-delay": {**fewer, **careful},
         "petra-2x16-8-stages": {**fewer, **careful, "stages": 8},
+        "petra-1x32-8-stages": {**fewer, "microbatch": 1, "accumulate": 32, **careful, "stages": 8},
     }
     yield Claim(
         "gpt",
@@ -191,10 +193,13 @@ CLAIMS = (
     Claim(
         "race",
         "which method is the first at 90 %, each alone on the GPU",
-        tuple(
-            short(method, size, 128 // size)
-            for size in (64, 16)
-            for method in ("store", "reverse", "petra")
+        (
+            *(
+                short(method, size, 128 // size)
+                for size in (64, 16)
+                for method in ("store", "reverse", "petra")
+            ),
+            short("petra", stages=2),
         ),
     ),
     Claim(
