@@ -96,7 +96,7 @@ def draw_short(rows: list[Row]) -> None:
 
 def draw_curves(name: str, against: str, line: tuple[float, str | None] | None = None) -> None:
     """Accuracies or losses of a file's runs over epochs or seconds, and a line to compare with."""
-    figure, axis = plt.subplots(figsize=(6, 3.4))
+    figure, axis = plt.subplots(figsize=(8, 3.4))
     rows = [row for row in read(name) if "-lr-" not in row["run"]]
     is_loss = rows[0]["metric"] == "loss"
     for row in sorted(rows, key=lambda row: float(row["last"]), reverse=True):
@@ -116,7 +116,7 @@ def draw_curves(name: str, against: str, line: tuple[float, str | None] | None =
         axis.set_ylim(bottom=lowest)
     if max(axis.get_xlim()) > 5:
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    axis.legend(fontsize=8, loc="best")
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, name)
 
 

@@ -1,6 +1,7 @@
 """Learning rates by update, and which weights decay."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,6 +49,16 @@ def test_what_does_not_come_to_pass_is_told():
     assert "takes 0.5 epochs, more than 0.2: --accumulate is 50" in long
 
 
+def test_adamw_by_late_gradients_is_told():
+    late = recipe(optimizer="adamw", warmup=0, accumulate=4)
+    assert not doubts(late, 100, num_stages=3)  # one update late
+    (told,) = doubts(late, 100, num_stages=14)
+    assert "gradients are 6.5 updates late" in told and "set --stages lower" in told
+    (slow,) = doubts(replace(late, latency=2), 100, num_stages=3)
+    assert "2 updates late" in slow
+    assert not doubts(replace(late, optimizer="sgd"), 100, num_stages=14)
+
+
 def test_norms_and_biases_do_not_decay():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
     model[2].bias.requires_grad_(False)
@@ -65,3 +76,7 @@ def test_a_run_says_so_when_it_begins(tmp_path, capsys):
     train(recipe(method="store", epochs=0.1, warmup=1), tmp_path / "short")
     said = "".join(capsys.readouterr())
     assert said.count("warning: the rate rises for all of the 0.1 epochs: --warmup is 1") == 1
+    late = recipe(method="petra", epochs=0.1, warmup=0.05, optimizer="adamw", lr=1e-3)
+    train(late, tmp_path / "late")  # four stages
+    said = "".join(capsys.readouterr())
+    assert said.count("warning: the first stage's gradients are 3 updates late") == 1

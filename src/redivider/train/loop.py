@@ -307,7 +307,7 @@ class Training:
             f"{self._total} micro-batches of {self._recipe.microbatch}, on {engine.device}; "
             f"{self._folder}"
         )
-        for each in doubts(self._recipe, self._per_epoch):
+        for each in doubts(self._recipe, self._per_epoch, len(cut) if cut else 1):
             self._bar.tell(f"warning: {each}")
 
     def _look_inside(self) -> None:
