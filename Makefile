@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # pip is asked again only when what it should install has changed.
 READY := $(VENV)/ready
-OLDEST := .venv-oldest
+TORCH ?= 2.11.0
+OTHER := .venv-torch-$(TORCH)
 
-.PHONY: test lint types pytest oldest train stress clean
+.PHONY: test lint types pytest other train stress clean
 
 test: lint types pytest
 
@@ -20,8 +21,8 @@ types: $(READY)
 pytest: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-oldest: $(OLDEST)/ready  # the tests by the oldest torch that is supported
-	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal
+other: $(OTHER)/ready  # the tests by another torch; 2.11.0 is the oldest that is supported
+	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal
 
 train: $(READY)
 	$(BIN)/redivider train quickstart
@@ -35,12 +36,12 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-$(OLDEST)/ready: pyproject.toml constraints.txt
-	@echo "Installing torch 2.11 into $(OLDEST), 5 GB, once."
-	$(PYTHON) -m venv $(OLDEST)
-	sed 's/^torch==.*/torch==2.11.0/' constraints.txt > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt -e ".[dev]"
+$(OTHER)/ready: pyproject.toml constraints.txt
+	@echo "Installing into $(OTHER), 5 GB, once."
+	$(PYTHON) -m venv $(OTHER)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt -e ".[dev]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache
