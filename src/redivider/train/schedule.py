@@ -34,7 +34,7 @@ def doubts(recipe: Recipe, per_epoch: int, num_stages: int = 1) -> list[str]:
     num_late = delay(0, num_stages, recipe.latency) / recipe.accumulate
     if num_late > 1 and recipe.optimizer == "adamw":
         found.append(
-            f"the first stage's gradients are {num_late:.2g} updates late, and AdamW learns badly "
+            f"the first stage's gradients are {num_late:.3g} updates late, and AdamW learns badly "
             "from more than one: set --stages lower, or --microbatch lower and --accumulate higher"
         )
     return found
