@@ -17,6 +17,7 @@ from redivider.train.build import ROUNDING, build, num_microbatches, resolved
 from redivider.train.checkpoint import Checkpoints
 from redivider.train.clock import Clock
 from redivider.train.crew import said_once
+from redivider.train.doubts import doubts
 from redivider.train.engine import Engine, PipelineEngine, Seen
 from redivider.train.errors import TrainError
 from redivider.train.folder import claim, locked, write_whole, writing
@@ -25,7 +26,6 @@ from redivider.train.machine import device_name, peak_memory, using_threads, wit
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
 from redivider.train.runs import LOG, RECIPE, read_run
-from redivider.train.schedule import doubts
 from redivider.train.stop import Stop, stopping
 from redivider.train.task import Score
 from redivider.train.torchrun import is_restart, run_id
