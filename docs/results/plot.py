@@ -138,7 +138,7 @@ def draw_limits(rows: list[Row]) -> None:
 def draw_overlap(rows: list[Row]) -> None:
     """How much faster than reverse the overlap is, by family, size and batch."""
     families = {"ViT": "vit", "Swin": "swin", "MViT": "mvit", "RoBERTa, 512 tokens": "roberta"}
-    figure, axes = plt.subplots(1, len(families), figsize=(12, 3), sharey=True)
+    figure, axes = plt.subplots(1, len(families), figsize=(12, 3), sharex=True, sharey=True)
     for axis, (title, family) in zip(axes, families.items(), strict=True):
         ours = [row for row in rows if row["model"].startswith(f"rev_{family}_")]
         for model in dict.fromkeys(row["model"] for row in ours):
@@ -147,8 +147,9 @@ def draw_overlap(rows: list[Row]) -> None:
             axis.plot(batches, faster, "o-", markersize=4, label=model.rpartition("_")[2])
         axis.axhline(1, color="tab:gray", linewidth=0.8)
         axis.set_xscale("log", base=4)
-        axis.xaxis.set_major_locator(ticker.FixedLocator([1, 4, 16, 64, 256]))
+        axis.xaxis.set_major_locator(ticker.FixedLocator([4**power for power in range(7)]))
         axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axis.tick_params(axis="x", labelsize=8)
         axis.set(xlabel="batch", title=title)
         axis.legend(fontsize=7)
     axes[0].set_ylabel("reverse's time / overlap's")
