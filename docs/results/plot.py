@@ -111,9 +111,7 @@ def draw_curves(name: str, against: str, line: tuple[float, str | None] | None =
     if is_loss:
         axis.set(xlabel=against, ylabel="test loss (nats a byte)", ylim=(2, 4.5))
     else:
-        lowest = 50 if all(percent(row) > 60 for row in rows) else 20
         axis.set(xlabel=against, ylabel="test accuracy (%)")
-        axis.set_ylim(bottom=lowest)
     if max(axis.get_xlim()) > 5:
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))

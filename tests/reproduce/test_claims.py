@@ -31,6 +31,7 @@ def test_all_recipes_of_a_claim_see_as_many_samples_an_update_unless_it_asks():
         assert {each.microbatch * each.accumulate for each in get_claim(name).runs} == {samples}
         assert {each.lr_by_delay for each in get_claim(name).runs} == {False, True}
         assert {each.stages for each in get_claim(name).runs} == {"auto", 8}
+        assert sum(each.betas == (0.5, 0.95) for each in get_claim(name).runs) >= 4, name
     sizes = {(each.microbatch, each.method) for each in get_claim("microbatch").runs}
     assert sizes == {(n, way) for n in (4, 8, 16, 32, 64) for way in ("petra", "store")}
 
@@ -59,6 +60,7 @@ def test_names_of_runs_say_what_is_other_than_usual():
     assert short("petra", stages=4).name == "petra-64x2-stages-4"
     assert short("store", lr=0.025).name == "store-64x2-lr-0.025"
     assert short("petra", lr_by_delay=True).name == "petra-64x2-by-delay"
+    assert short("petra", stages=2, compile=True).name == "petra-64x2-stages-2-compiled"
 
 
 def test_some_runs_more_seeds_and_fields_for_all():

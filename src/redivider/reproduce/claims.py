@@ -46,6 +46,8 @@ def short(method: Method, microbatch: int = 64, accumulate: int = 2, **changes: 
         told.append(f"lr-{changes['lr']:g}")
     if changes.get("lr_by_delay"):
         told.append("by-delay")
+    if changes.get("compile"):
+        told.append("compiled")
     return replace(
         base,
         **{
@@ -89,8 +91,10 @@ def _transformers() -> Iterator[Claim]:
     # smaller networks.
     careful = {"lr_by_delay": True, "betas": (0.5, 0.95)}
     few: dict[str, Any] = {"method": "petra", "microbatch": 16, "accumulate": 8}
+    same = {"method": "store", "betas": careful["betas"]}
     images = {
         **backprop,
+        "store-betas": same,
         "petra": few,
         "petra-by-delay": {**few, **careful},
         "petra-8-stages": {**few, **careful, "stages": 8},
@@ -107,6 +111,7 @@ def _transformers() -> Iterator[Claim]:
     fewer: dict[str, Any] = {"method": "petra", "microbatch": 2, "accumulate": 16}
     texts = {
         **backprop,
+        "store-betas": same,
         "petra": {"method": "petra"},
         "petra-2x16": fewer,
         "petra-2x16-by-delay": {**fewer, **careful},
@@ -130,6 +135,7 @@ def _transformers() -> Iterator[Claim]:
     )
 
 
+_FASTEST: dict[Method, dict[str, Any]] = {"store": {}, "petra": {"stages": 2}}
 _RATES: tuple[dict[str, Any], ...] = ({}, {"lr": 0.025}, {"lr": 0.0125})
 CLAIMS = (
     *_full(),
@@ -199,7 +205,14 @@ CLAIMS = (
                 for size in (64, 16)
                 for method in ("store", "reverse", "petra")
             ),
+            short("store", 128, 1),
             short("petra", stages=2),
+            short("petra", 128, 1, stages=2),
+            *(
+                short(method, size, 128 // size, compile=True, **changes)
+                for size in (64, 128)
+                for method, changes in _FASTEST.items()
+            ),
         ),
     ),
     Claim(
