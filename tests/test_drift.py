@@ -93,7 +93,7 @@ def test_the_estimate_is_close_to_the_true_error(error):
 
     class Told(Mailbox):
         def post(self, value, read):
-            seen.append(value.item())
+            seen.append(value[0].item())
 
     a, b = torch.randn(2, 64, 32, 128)
     noisy = [x + error * torch.randn_like(x) for x in (a, b)]
@@ -110,10 +110,45 @@ def test_values_that_are_not_numbers_do_not_pass_for_small_drift():
             return x * (torch.nan if Breaks.calls > 2 else 1.0)
 
     made = chain(Breaks, depth=2, dtype=torch.float32)
-    with pytest.warns(rd.DriftWarning, match="are not finite.* look at the input, the loss and"):
+    with pytest.warns(rd.DriftWarning, match="are not finite, though those.* twice"):
         made(torch.randn(8, 16, requires_grad=True)).sum().backward()
     Breaks.calls = 0
     assert train(chain(Breaks, depth=2, dtype=torch.float32), 1, torch.float32) == [1]
+
+
+def test_what_cannot_be_rounding_is_not_said_to_be():
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            Counts.calls += 1
+            return x * Counts.calls
+
+    with pytest.warns(rd.DriftWarning, match=r"suffer; if rd.check_reversible .* twice \(random"):
+        chain(Counts, 1, torch.float32)(torch.randn(8, 16, requires_grad=True)).sum().backward()
+
+
+def test_streams_that_overflow_only_when_they_are_rebuilt_are_told_apart():
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return 2 * x + self.linear(x)
+
+    torch.manual_seed(0)
+    made = chain(Skips, 90, torch.float32)
+    y = made(torch.randn(8, 16))
+    assert y.isfinite().all()
+    with pytest.warns(rd.DriftWarning, match="rebuilt.*not finite, though .* a skip of its own"):
+        y.sum().backward()
+
+
+def test_a_forward_that_is_not_finite_is_told_as_such():
+    made = chain(MLP16, 2, torch.float32)
+    with pytest.warns(rd.DriftWarning, match="of the forward are not finite.* look at the input"):
+        made(torch.full((8, 16), torch.nan)).sum().backward()
 
 
 class MLP16(MLP):

@@ -32,6 +32,21 @@ def test_settings_of_a_chain_are_checked_whenever_they_are_set():
             rd.Chain([rd.Duplicate()], **{name: value})
 
 
+@pytest.mark.parametrize("backward", ALL)
+def test_a_pair_of_streams_that_nobody_fused_is_told(backward):
+    units = [rd.Duplicate(), rd.Coupling(MLP(8)), nn.Linear(8, 8)]
+    with pytest.raises(TypeError) as raised:
+        rd.Chain(units, backward=backward)(torch.randn(2, 8))
+    assert any(
+        "Linear, which was given a pair of streams: rd.Fuse makes" in each
+        for each in raised.value.__notes__
+    )
+    units[2:] = [rd.Fuse("mean"), Changes(lambda y: y + None)]
+    with pytest.raises(TypeError) as raised:
+        rd.Chain(units, backward=backward)(torch.randn(2, 8))
+    assert raised.value.__notes__ and not any("rd.Fuse" in each for each in raised.value.__notes__)
+
+
 def test_streams_must_be_floating_point():
     chain = rd.Chain([rd.Duplicate(), rd.Coupling(nn.Identity())])
     with pytest.raises(ValueError, match=r"unit 1.*must be floating point, got int64 \(4,\)"):

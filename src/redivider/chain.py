@@ -245,6 +245,7 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
         trial = chain._auto.trial(x, chain.training)
         way = trial.pick()
     ahead = _make_overlap(way, x)
+    given = ""
     for in_row, units in chain.segments():
         row: tuple[Row, ...] = ()  # what a coupling gets beside its streams: its row, or nothing
         if in_row:
@@ -256,14 +257,17 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
                     x = row[0].enter(x, drift_tolerance=drift_tolerance)
         for name, unit in units:
             own = taken(unit, side)
-            with naming(name):
+            with naming(name, given):
                 if in_row or junctions_keep == "graph":
                     x = unit(x, *row, **own)
                 else:
                     x = keep_input(name, unit, (x,), own, exact=exact, ahead=ahead)
+            given = ""
         for each in row:
             with naming(units[0][0]):
                 each.verify_complete()
+        if in_row:
+            given = ", which was given a pair of streams: rd.Fuse makes one tensor of it"
     if trial is not None:
         trial.time_backward(way, x)
     return x

@@ -105,7 +105,8 @@ def _make_parser() -> argparse.ArgumentParser:
         parents=[shared],
         description=f"{text[0].upper()}{text[1:]}. Without a name it lists them. What is in the "
         "folder is not done again, so the same command goes on with what was stopped. Fields of "
-        "recipes may follow, as `redivider train` has them.",
+        "recipes may follow, as `redivider train` has them and these runs have alike: "
+        "--epochs 0.02 for a trial.",
     )
     each.add_argument("claim", nargs="?", help="its name")
     each.add_argument("--only", nargs="+", default=[], metavar="RUN", help="some of its runs")

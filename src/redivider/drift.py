@@ -14,6 +14,8 @@ from torch import Tensor
 from redivider.coupling import Streams
 from redivider.mailbox import Mailbox
 
+MUCH = 0.01  # of a norm: more than rounding alone makes, unless it grows
+
 
 class DriftWarning(UserWarning):
     """Rebuilt streams differ from the original ones by more than the tolerance."""
@@ -34,33 +36,46 @@ class Drift:
         error = (_fingerprint(streams) - self._fingerprint).norm()
         # An error that is not a number must not pass for a small one.
         drift = torch.where(error == 0, error, error / self._norm).nan_to_num(nan=torch.inf)
-        self._mailbox.post(drift, self._judge)
+        self._mailbox.post(torch.stack([drift, self._norm]), self._judge)
 
-    def _judge(self, drift: Tensor) -> None:
-        if drift.item() > self._tolerance:
-            warnings.warn(f"{self._where}: {self._tell(drift.item())}", DriftWarning, stacklevel=2)
+    def _judge(self, found: Tensor) -> None:
+        drift, norm = found.tolist()
+        if drift > self._tolerance:
+            warnings.warn(f"{self._where}: {self._tell(drift, norm)}", DriftWarning, stacklevel=2)
 
-    def _tell(self, drift: float) -> str:
+    def _tell(self, drift: float, norm: float) -> str:
+        if not isfinite(norm):
+            return (
+                "streams of the forward are not finite, and neither are the gradients; look at the "
+                "input, the loss and the weights"
+            )
         if not isfinite(drift):
             return (
-                "streams of the forward or those rebuilt in the backward are not finite, and "
-                "neither are the gradients; look at the input, the loss and the weights"
+                "the streams rebuilt in the backward are not finite, though those of the forward "
+                f"are, and the gradients are lost; {self._advice(drift)}"
             )
         return (
             "the streams rebuilt in the backward differ from those of the forward by "
             f"{drift:.1e} of their norm (tolerance {self._tolerance:.0e}), and the gradients "
-            f"suffer; {self._advice()}"
+            f"suffer; {self._advice(drift)}"
         )
 
-    def _advice(self) -> str:
+    def _advice(self, drift: float) -> str:
         if self._tolerance == 0.0:  # on a grid
             return (
                 "f does not give the same bits twice; rd.check_reversible tells from which unit on"
             )
-        return (
+        unlike = "f does not give the same numbers twice"
+        finer = (
             'use streams of more bits (float32 around an f in bf16), arithmetic="fixed", or fewer '
-            "couplings in a row; if rd.check_reversible finds the same in float64, f does not give "
-            "the same numbers twice"
+            "couplings in a row"
+        )
+        if drift < MUCH:
+            return f"{finer}; if rd.check_reversible finds the same in float64, {unlike}"
+        return (
+            f"if rd.check_reversible finds the same in float64, {unlike} (random numbers or a "
+            "state outside of torch?); else rounding has grown from unit to unit (has f a skip of "
+            f"its own?): {finer}"
         )
 
 

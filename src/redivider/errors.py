@@ -25,11 +25,12 @@ class ChangedError(RuntimeError):
 class naming:
     """Put the unit's name before our own errors, and beside everyone else's.
 
-    Entered twice for every unit of a step: as a generator it would take longer.
+    Entered twice for every unit of a step: as a generator it would take longer. What the unit was
+    `given` is told beside errors about the kind of it.
     """
 
-    def __init__(self, unit: str) -> None:
-        self._unit = unit
+    def __init__(self, unit: str, given: str = "") -> None:
+        self._unit, self._given = unit, given
 
     def __enter__(self) -> None:
         pass
@@ -43,4 +44,5 @@ class naming:
         if isinstance(error, UnitError | ChangedError):
             raise type(error)(f"{self._unit}: {error}") from error.__cause__
         if isinstance(error, Exception):
-            error.add_note(f"in {self._unit}")
+            is_of_kind = isinstance(error, TypeError | AttributeError)
+            error.add_note(f"in {self._unit}" + (self._given if is_of_kind else ""))

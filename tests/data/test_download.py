@@ -58,7 +58,9 @@ def test_dead_port(path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    refused(f"http://127.0.0.1:{port}/file.bin", path, "refused")
+    was_there = path.parent.exists()
+    refused(f"http://127.0.0.1:{port}/file.bin", path, "refused.* or --data-folder")
+    assert path.parent.exists() == was_there, "its name may be mistyped"
 
 
 def test_silent_server(path, monkeypatch):

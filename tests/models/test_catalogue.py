@@ -40,7 +40,7 @@ def test_every_model_builds_without_memory(name):
     ("name", "options", "message"),
     [
         ("revnat18", {}, r"there is no model 'revnat18'; did you mean 'revnet18'\?"),
-        ("xyz", {}, r"no model 'xyz'; rd.list_models\(\) lists all"),
+        ("xyz", {}, r"no model 'xyz'; rd.list_models\(\) or `redivider models` lists all"),
         ("vit_small", {"imagesize": 32}, r"no option 'imagesize'; did you mean 'image_size'\?"),
         ("revnet18", {"qqq": 1}, r"no option 'qqq'; it has num_classes, image_size, .*"),
         ("vit_small", {"image_size": 30}, "30 is not divisible by patch_size 16"),

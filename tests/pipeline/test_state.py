@@ -225,6 +225,8 @@ def test_saving_replaces_an_older_state_and_nothing_else(tmp_path):
     with pytest.raises(StateError, match="holds no state"):
         pipe.save(tmp_path / "thesis")
     assert (tmp_path / "thesis" / "chapter").read_text() == "precious"
+    with pytest.raises(NotADirectoryError, match=r"cannot make it .*chapter/state'"):
+        pipe.save(tmp_path / "thesis" / "chapter" / "state")
 
 
 def test_what_cannot_be_saved_is_refused_and_leaves_the_old_state(tmp_path):

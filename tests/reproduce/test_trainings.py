@@ -4,11 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
-from train.small import recipe
+from train.small import recipe, stop_in_evaluation
 
 from redivider.reproduce import trainings
 from redivider.reproduce.trainings import RESULTS, read_row, table, train_all
 from redivider.train.errors import TrainError
+from redivider.train.loop import Stopped
 from redivider.train.runs import read_run
 
 
@@ -33,6 +34,22 @@ def test_each_run_has_a_row(tmp_path):
     text = table(rows)
     assert "store-run" in text and "| petra |" in text.replace("  ", " ")
     assert "curve" not in text
+
+
+def test_none_follows_one_that_was_stopped_when_it_had_all_but_ended(tmp_path, monkeypatch):
+    made = [recipe(name=each, method="store", epochs=0.1) for each in ("one", "two")]
+    stop_in_evaluation(monkeypatch)
+    with pytest.raises(Stopped, match="stopped after one, which has ended"):
+        train_all(made, tmp_path)
+    assert [row["run"] for row in rows_in(tmp_path)] == ["one"] and not (tmp_path / "two").exists()
+    assert [row["run"] for row in train_all(made, tmp_path)] == ["one", "two"]
+
+
+def test_a_table_of_one_run_has_its_numbers(tmp_path):
+    (row,) = train_all([recipe(name="one")], tmp_path)
+    heads, _, line = (each.split(" | ") for each in table([row]).splitlines())
+    assert heads[1:-1] == ["last accuracy", "best accuracy", "seconds", "MiB"]
+    assert heads[-1].startswith("seconds to 90 %") and float(line[4]) == pytest.approx(row["MiB"])
 
 
 def test_what_has_ended_is_not_trained_again(tmp_path, monkeypatch):

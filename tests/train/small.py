@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import redivider as rd
+from redivider.train.engine import BackpropEngine
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
 
@@ -69,6 +70,18 @@ def stop_after(monkeypatch, num: int) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Progress, "advance", advanced)
+
+
+def stop_in_evaluation(monkeypatch) -> None:
+    """Send SIGINT while the first run is evaluated, once."""
+    evaluate, count = BackpropEngine.evaluate, iter(range(10**6))
+
+    def evaluated(self):
+        if next(count) == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self)
+
+    monkeypatch.setattr(BackpropEngine, "evaluate", evaluated)
 
 
 def rows(folder: Path, kind: str = "train") -> list[dict]:

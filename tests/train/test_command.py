@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from redivider.cli import main
 from redivider.train.compare import variants
-from train.small import command, recipe, rows
+from train.small import command, recipe, rows, stop_in_evaluation
 
 RECIPE = Path("recipe.json")
 
@@ -300,6 +300,23 @@ def test_a_comparison_that_was_stopped_goes_on(capsys):
     for method in ("store", "petra"):
         assert rows(Path("parts") / method) == rows(Path("whole") / method)
     assert Path("parts/report.html").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_not_said_to_be_full(capsys):
+    assert main(["train", "recipe.json", "--out", "recipe.json/x"]) == 2
+    err = capsys.readouterr().err
+    assert "cannot write to recipe.json/x" in err and err.endswith("; take another folder\n")
+
+
+def test_a_comparison_stopped_when_a_run_had_all_but_ended_goes_on(monkeypatch, capsys):
+    words = "train recipe.json --epochs 0.1 --evaluate-every 1 --compare store reverse --out parts"
+    stop_in_evaluation(monkeypatch)
+    assert main(words.split()) == 130
+    err = capsys.readouterr().err
+    assert "stopped after store, which has ended; go on with: redivider train --resume parts" in err
+    assert rows(Path("parts/store"), "end") and not Path("parts/reverse").exists()
+    assert main(["train", "--resume", "parts"]) == 0
+    assert rows(Path("parts/reverse"), "end") and Path("parts/report.html").exists()
 
 
 def test_a_terminal_sees_a_progress_bar():

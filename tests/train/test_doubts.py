@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
+
 from redivider.train.doubts import doubts
+from redivider.train.errors import TrainError
 from redivider.train.loop import train
 from train.small import recipe
 
@@ -14,7 +17,26 @@ def test_what_does_not_come_to_pass_is_told():
     (warm,) = doubts(recipe(epochs=3, warmup=3), 100)
     assert "all of the 3 epochs" in warm
     (long,) = doubts(recipe(epochs=0.2, accumulate=50), 100)
-    assert "takes 0.5 epochs, more than 0.2: --accumulate is 50" in long
+    assert "takes 0.5 epochs, more than 0.2: --microbatch is " in long
+    assert long.endswith("--accumulate 50")
+
+
+@pytest.mark.parametrize("method", ["reverse", "overlap", "auto", "store", "checkpoint", "petra"])
+def test_a_model_without_couplings_is_told_what_reversing_does_for_it(method):
+    made = recipe(model="resnet18", method=method, warmup=0)
+    assert not doubts(made, 100)
+    found = doubts(made, 100, reverses=False)
+    assert bool(found) == (method in ("reverse", "overlap", "auto"))
+    assert all(f"resnet18 has no couplings to reverse, so that {method}" in each for each in found)
+
+
+def test_more_threads_than_cores_are_told(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert not doubts(recipe(threads=2), 100)
+    (told,) = doubts(recipe(threads=3), 100)
+    assert "--threads is 3, of 2 cores" in told
+    with pytest.raises(TrainError, match="threads must be 0 or more and at most 1024, got 100000"):
+        recipe(threads=100_000)
 
 
 def test_adamw_by_late_gradients_is_told():
@@ -35,3 +57,6 @@ def test_a_run_says_so_when_it_begins(tmp_path, capsys):
     train(late, tmp_path / "late")  # four stages
     said = "".join(capsys.readouterr())
     assert said.count("warning: the first stage's gradients are 3 updates late") == 1
+    train(recipe(model="resnet18", method="reverse", epochs=0.1, warmup=0.05), tmp_path / "plain")
+    said = "".join(capsys.readouterr())
+    assert said.count("warning: resnet18 has no couplings to reverse") == 1

@@ -70,6 +70,7 @@ def test_files_that_hold_no_recipe(tmp_path):
         ("[1]", "must hold an object"),
         (json.dumps({**good, "epoch": 3}), "no field 'epoch'; did you mean 'epochs'?"),
         (json.dumps({"name": "x", "data": "digits"}), "says no model"),
+        (json.dumps({**good, "epochs": "x"}), "epochs must be float, got 'x'"),
     ):
         path.write_text(text)
         with pytest.raises(TrainError, match=r"recipe\.json") as error:

@@ -21,9 +21,11 @@ def download(url: str, path: Path, *, md5: str, timeout: float = 30) -> None:
         md5: Its checksum, as its publisher gives it.
         timeout: Seconds without an answer after which to give up.
     """
-    instead = f"put {path.name} into {path.parent}, or set {VARIABLE} to a folder that has it"
+    instead = (
+        f"put {path.name} into {path.parent}, or take a folder that has it, by {VARIABLE} or "
+        "--data-folder"
+    )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with beside(path) as part:
             try:
                 _fetch(url, part, md5=md5, timeout=timeout)
@@ -32,7 +34,7 @@ def download(url: str, path: Path, *, md5: str, timeout: float = 30) -> None:
     except OSError as error:
         raise DataError(
             f"cannot write {path.name} to {path.parent} ({reason(error)}); "
-            f"make room there, or set {VARIABLE} to another folder"
+            f"make room there, or take another folder, by {VARIABLE} or --data-folder"
         ) from None
 
 
@@ -51,6 +53,7 @@ def _fetch(url: str, path: Path, *, md5: str, timeout: float) -> None:
         raise _Failed(reason(error)) from None
     found = hashlib.md5(usedforsecurity=False)
     size = int(response.headers.get("Content-Length") or 0)
+    path.parent.mkdir(parents=True, exist_ok=True)  # not for a name that was mistyped
     bar = tqdm(total=size or None, desc=path.name, unit="B", unit_scale=True, leave=False)
     with response, bar, path.open("wb") as file:
         while chunk := _read(response):

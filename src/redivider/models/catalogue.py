@@ -86,7 +86,11 @@ def resolve(name: str, **options: Any) -> tuple[Family, Any]:
     names = _names()
     if name not in names:
         close = get_close_matches(str(name), names, 1) or [n for n in names if str(name) in n]
-        hint = f"did you mean {close[0]!r}?" if close else "rd.list_models() lists all"
+        hint = (
+            f"did you mean {close[0]!r}?"
+            if close
+            else "rd.list_models() or `redivider models` lists all"
+        )
         raise OptionError(f"there is no model {name!r}; {hint}")
     family, size = names[name]
     known = [field.name for field in fields(family.options)]

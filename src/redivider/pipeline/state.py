@@ -91,7 +91,10 @@ def _make_new(folder: Path) -> int:
         raise StateError(f"{folder} exists and holds no state; choose another folder")
     new = _beside(folder, "new", os.getpid())
     shutil.rmtree(new, ignore_errors=True)  # of a process with this number that was killed
-    new.mkdir(parents=True)
+    try:
+        new.mkdir(parents=True)
+    except OSError as error:
+        raise type(error)(error.errno, f"cannot make it ({error.strerror})", str(folder)) from None
     return os.getpid()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from redivider.train.build import resolved
 from redivider.train.errors import TrainError
 from redivider.train.folder import write_whole
-from redivider.train.loop import train
+from redivider.train.loop import Stopped, train
 from redivider.train.recipe import Recipe, read_recipe
 from redivider.train.runs import LOG, RECIPE, numbers, read_run
 from redivider.train.torchrun import num_processes
@@ -41,16 +41,16 @@ def train_all(recipes: Sequence[Recipe], folder: Path) -> list[dict[str, Any]]:
     Where a loss is not a number, the row says so, and the other recipes follow.
 
     Raises:
-        Stopped: If somebody has asked for it; the run is saved.
+        Stopped: If somebody has asked for it; the run is saved, or has ended.
     """
     read_results(folder)  # which must be whole, and says so before hours have passed
     rows: list[dict[str, Any]] = []
     for recipe in map(resolved, recipes):
-        where = folder / recipe.name
+        where, is_last = folder / recipe.name, False
         _verify_same(recipe, where)
         if not (where / FAILED).exists():
             try:
-                train(recipe, where, resume=(where / RECIPE).exists())
+                is_last = train(recipe, where, resume=(where / RECIPE).exists()).is_last
             except TrainError as error:
                 if not isinstance(error.__cause__, FloatingPointError):
                     raise
@@ -58,6 +58,8 @@ def train_all(recipes: Sequence[Recipe], folder: Path) -> list[dict[str, Any]]:
         rows.append(read_row(where))
         measured = [row for row in read_results(folder) if "method" not in row]
         write_rows([*measured, *read_rows(folder)], folder)
+        if is_last:
+            raise Stopped(f"stopped after {recipe.name}, which has ended", folder)
     return rows
 
 
@@ -124,13 +126,14 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     long = ("curve", "quality", "device", "torch", "metric")
     shown = [{k: v for k, v in row.items() if k not in long} for row in rows]
     heads = list(dict.fromkeys(key for row in shown for key in row))
-    always = ("run", "last", "best")
+    scores = ("last", "best")
+    always = ("run", *scores, "seconds", "MiB", "seconds to 90 %")
     heads = [
         each for each in heads if len({str(row.get(each)) for row in shown}) > 1 or each in always
     ]
     metrics = {row["metric"] for row in rows if "metric" in row}
     of = f" {metrics.pop()}" if len(metrics) == 1 else ""
-    lines = [[f"{each}{of}" if each in always[1:] else each for each in heads]]
+    lines = [[f"{each}{of}" if each in scores else each for each in heads]]
     lines += [["---"] * len(heads)]
     lines += [[_text(row.get(each)) for each in heads] for row in shown]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -65,6 +65,8 @@ def compare(
         for name, each in runs:
             where = folder / name.replace(", ", "-")
             results[name] = train(each, where, resume=resume and (where / RECIPE).exists())
+            if results[name].is_last:
+                raise Stopped(f"stopped after {name}, which has ended", folder)
         write_report([each.folder for each in results.values()], folder / REPORT)
         rows = []
         for name, each in runs:

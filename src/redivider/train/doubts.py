@@ -1,22 +1,36 @@
 """What a run as it is asked for will not do, or not well: said when it begins."""
 
+import os
+
 from redivider.pipeline.tick import delay
 from redivider.train.recipe import Recipe
 
 
-def doubts(recipe: Recipe, per_epoch: int, num_stages: int = 1) -> list[str]:
+def doubts(recipe: Recipe, per_epoch: int, num_stages: int = 1, reverses: bool = True) -> list[str]:
     """What does not come to pass, or not well, in the run as it is asked for.
 
     Args:
         recipe: What is asked for.
         per_epoch: Micro-batches of an epoch.
         num_stages: Of a pipeline.
+        reverses: Whether the model has couplings.
     """
     found = []
     if recipe.accumulate > recipe.epochs * per_epoch:
         found.append(
             f"one update takes {recipe.accumulate / per_epoch:.3g} epochs, more than "
-            f"{recipe.epochs:g}: --accumulate is {recipe.accumulate}"
+            f"{recipe.epochs:g}: --microbatch is {recipe.microbatch}, "
+            f"--accumulate {recipe.accumulate}"
+        )
+    if not reverses and recipe.method in ("reverse", "overlap", "auto"):
+        found.append(
+            f"{recipe.model} has no couplings to reverse, so that {recipe.method} keeps what store "
+            "does: take a model of rev_* or revnet*, or --method checkpoint"
+        )
+    num_cores = os.cpu_count() or 1
+    if recipe.threads > num_cores:
+        found.append(
+            f"more threads than cores are slow: --threads is {recipe.threads}, of {num_cores} cores"
         )
     if recipe.warmup >= recipe.epochs:
         found.append(

@@ -1,5 +1,6 @@
 """The folder of a run: one process at a time, and files that are whole or not there."""
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -62,7 +63,6 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = error.strerror or error
-        raise TrainError(
-            f"cannot write to {folder} ({why}); make room there, or take another folder"
-        ) from error
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        do = "make room there, or take another folder" if is_full else "take another folder"
+        raise TrainError(f"cannot write to {folder} ({error.strerror or error}); {do}") from error

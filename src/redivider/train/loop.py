@@ -3,7 +3,7 @@
 import os
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil, floor, isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import redivider
+from redivider.coupling import Coupling
 from redivider.data import DataError
 from redivider.pipeline.state import StateError, write_tensors
 from redivider.train.build import ROUNDING, build, num_microbatches, resolved
@@ -53,6 +54,8 @@ class Result:
     folder: Path
     score: Score
     seconds: float
+    is_last: bool = False
+    """Whether somebody asked it to stop when it had all but ended: no other run should follow."""
 
 
 def train(
@@ -89,7 +92,8 @@ def train(
         if not resume:
             place = Path(crew.decide(lambda: str(_begin(recipe, place, numbered))))
         with stopping() as stop:
-            return _train_in(place, recipe, engine, stop, resume)
+            result = _train_in(place, recipe, engine, stop, resume)
+        return replace(result, is_last=crew.agrees(stop.is_asked))
 
 
 def _find_end(folder: Path) -> Result | None:
@@ -307,7 +311,8 @@ class Training:
             f"{self._total} micro-batches of {self._recipe.microbatch}, on {engine.device}; "
             f"{self._folder}"
         )
-        for each in doubts(self._recipe, self._per_epoch, len(cut) if cut else 1):
+        reverses = any(isinstance(each, Coupling) for each in engine.task.body.units())
+        for each in doubts(self._recipe, self._per_epoch, len(cut) if cut else 1, reverses):
             self._bar.tell(f"warning: {each}")
 
     def _look_inside(self) -> None:

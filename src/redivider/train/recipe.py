@@ -161,7 +161,8 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "lr": (0, 10**6, True),
     "clip_norm": (0, 10**9, True),
     **dict.fromkeys(("warmup", "weight_decay", "save_minutes", "milestones"), (0, 10**9, False)),
-    **dict.fromkeys(("probe_every", "threads"), (0, 10**9, False)),
+    "probe_every": (0, 10**9, False),
+    "threads": (0, 1024, False),
     **dict.fromkeys(("momentum", "betas", "label_smoothing"), (0, 1, False)),
     "seed": (0, 2**63 - 1, False),
 }
@@ -191,7 +192,10 @@ def read_recipe(path: Path) -> Recipe:
     missing = [name for name in ("name", "model", "data") if name not in given]
     if missing:
         raise TrainError(f"{path} says no {' and no '.join(missing)}")
-    return Recipe(**given)
+    try:
+        return Recipe(**given)
+    except TrainError as error:
+        raise TrainError(f"{path}: {error}") from None
 
 
 def _fits(value: Any, wanted: Any) -> bool:
