@@ -1,5 +1,6 @@
 """The commands as a user gives them: signals, full disks, bad input."""
 
+import errno
 import fcntl
 import json
 import os
@@ -22,6 +23,8 @@ from safetensors.torch import load_file
 
 from redivider.cli import main
 from redivider.train.compare import variants
+from redivider.train.errors import TrainError
+from redivider.train.folder import writing
 from train.small import command, recipe, rows, stop_in_evaluation
 
 RECIPE = Path("recipe.json")
@@ -306,6 +309,9 @@ def test_a_folder_that_cannot_be_made_is_not_said_to_be_full(capsys):
     assert main(["train", "recipe.json", "--out", "recipe.json/x"]) == 2
     err = capsys.readouterr().err
     assert "cannot write to recipe.json/x" in err and err.endswith("; take another folder\n")
+    for error in (OSError(errno.ENOSPC, "No space"), OSError("safetensors does not tell which")):
+        with pytest.raises(TrainError, match="make room there"), writing(Path("full")):
+            raise error
 
 
 def test_a_comparison_stopped_when_a_run_had_all_but_ended_goes_on(monkeypatch, capsys):

@@ -63,6 +63,6 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        do = "make room there, or take another folder" if is_full else "take another folder"
+        may_be_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
+        do = "make room there, or take another folder" if may_be_full else "take another folder"
         raise TrainError(f"cannot write to {folder} ({error.strerror or error}); {do}") from error
