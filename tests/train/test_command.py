@@ -149,6 +149,7 @@ def test_a_damaged_checkpoint_is_passed_over(capsys, caplog):
         ("train none.json", "cannot read none.json"),
         ("train", "which recipe?"),
         ("train recipe.json --model-options width", "takes names and values"),
+        ("train recipe.json --stages four", "--stages: takes INT|{[INT [INT ...]]}|{auto}, got"),
         ("train recipe.json --epochs -1", "redivider: epochs must be"),
         ("train revnet18-cifar100-petra --device cuda", "take --device cpu"),
         ("train recipe.json --device tpu9", "no device 'tpu9'"),
@@ -303,6 +304,18 @@ def test_a_comparison_that_was_stopped_goes_on(capsys):
     for method in ("store", "petra"):
         assert rows(Path("parts") / method) == rows(Path("whole") / method)
     assert Path("parts/report.html").exists()
+
+
+@pytest.mark.parametrize("module", ["tqdm", "safetensors", "numpy"])
+def test_what_is_not_installed_is_said_before_anything_is_done(module):
+    code = f"import sys; sys.modules[{module!r}] = None; from redivider.cli import main; "
+    words = ["train", "recipe.json", "--out", "never"]
+    found = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit(main({words}))"], capture_output=True, text=True
+    )
+    assert found.returncode == 2 and not Path("never").exists()
+    said = f'redivider: training needs {module}; pip install "redivider[train]"\n'
+    assert found.stderr.endswith(said) and "Traceback" not in found.stderr
 
 
 def test_a_folder_that_cannot_be_made_is_not_said_to_be_full(capsys):

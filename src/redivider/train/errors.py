@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
 
 
 class TrainError(ValueError):
@@ -9,6 +10,13 @@ class TrainError(ValueError):
 
     is_first = True
     """Whether this process is to say it, of several that have it."""
+
+
+def need(*modules: str) -> None:
+    """Say what is to be installed before hours have passed."""
+    for each in modules:
+        if find_spec(each) is None:
+            raise ImportError(f'training needs {each}; pip install "redivider[train]"')
 
 
 def hint(name: str, known: Iterable[str], otherwise: str) -> str:

@@ -64,5 +64,8 @@ def _in_a_line(box: str) -> str:
     words = [each for each in rows if each and set(each) - set("─━-")]
     said = " ".join(" ".join(words[1:]).split())  # the first one is a title
     said = said.partition(" Argument helptext:")[0].partition(" For full helptext")[0]
+    # What each of several types had to say is the parser's business.
+    said = said.partition(". Got errors:")[0].replace(" could be instantiated from ", ", got ")
+    said = said.replace("no type matching ", "takes ")
     said = said.replace("Failed to parse key-value pairs!", "takes names and values, as width 8")
     return said.removeprefix("Error parsing ").removeprefix("Recipe: ")

@@ -20,7 +20,7 @@ from redivider.train.clock import Clock
 from redivider.train.crew import said_once
 from redivider.train.doubts import doubts
 from redivider.train.engine import Engine, PipelineEngine, Seen
-from redivider.train.errors import TrainError
+from redivider.train.errors import TrainError, need
 from redivider.train.folder import claim, locked, write_whole, writing
 from redivider.train.log import Log, NoLog
 from redivider.train.machine import device_name, peak_memory, using_threads, within_memory
@@ -69,6 +69,7 @@ def train(
         resume: Go on with that run.
         numbered: Take a folder with a number instead, if this one is there already.
     """
+    need("safetensors", "numpy")
     place = Path(folder)
     if recipe.compare:
         raise TrainError(

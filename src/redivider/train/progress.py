@@ -4,7 +4,10 @@ import os
 import sys
 from typing import Any
 
-from tqdm import tqdm  # type: ignore[import-untyped]
+from redivider.train.errors import need
+
+need("tqdm")
+from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: E402
 
 
 class Progress:
