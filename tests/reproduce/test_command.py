@@ -26,7 +26,8 @@ def test_a_seed_is_not_short_for_seeds(tmp_path, capsys):
     row = json.loads((tmp_path / "results.jsonl").read_text())
     assert (row["run"], row["seed"]) == ("store-64x2-seed3", 3)
     out = capsys.readouterr().out
-    assert "| run | last accuracy | best accuracy | seconds |" in out and "| store-64x2-seed3 |" in out
+    assert "| run | last accuracy | best accuracy | seconds |" in out
+    assert "| store-64x2-seed3 |" in out
 
 
 def test_what_a_claim_compares_is_not_changed_under_its_names(tmp_path, capsys):
