@@ -14,13 +14,14 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from PIL import Image
 
 from redivider.data import Batches, Folder, Images
+from redivider.data.batches import Batch
 from redivider.data.cifar import MEAN, STD
 
 
@@ -42,19 +43,23 @@ def make_folder(root: Path, num: int = 64) -> Folder:
 
 
 def rate(batches: Batches, *, seconds: float, rounds: int) -> list[float]:
-    """Images a second, of each round."""
-    step, found = 0, []
-    batches[0]
+    """Images a second, of each round, as training takes them: one batch after another."""
+    visits, found = _without_end(batches), []
+    next(visits)
     for _ in range(rounds):
         _wait(batches.device)
-        start, first = time.perf_counter(), step
+        start, num = time.perf_counter(), 0
         while time.perf_counter() - start < seconds:
-            batches[step if batches.train else step % len(batches)]
-            step += 1
+            x, _ = next(visits)
+            num += len(x)
         _wait(batches.device)
-        elapsed = time.perf_counter() - start
-        found.append((step - first) * batches.batch_size / elapsed)
+        found.append(num / (time.perf_counter() - start))
     return found
+
+
+def _without_end(batches: Batches) -> Iterator[Batch]:
+    while True:
+        yield from batches.since(0)  # in training this has no end
 
 
 def _wait(device: torch.device) -> None:

@@ -3,7 +3,7 @@
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import count, groupby, islice
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from redivider.data.errors import DataError
 
 Batch = tuple[Tensor, Tensor]
+TOGETHER = {"cpu": 1, "cuda": 2**21}
+"""Numbers in the inputs that are made at once: 8 MiB of float32, but one batch at least."""
 
 
 class Span(NamedTuple):
@@ -87,6 +89,22 @@ class Batches(ABC):
     def _take(self, span: Span) -> Batch:
         """Make one batch, here and now."""
 
-    @abstractmethod
     def _visit(self, spans: Iterable[Span]) -> Iterator[Batch]:
-        """Make batches one after another, ahead of time where that helps."""
+        """Make batches one after another, ahead of time where that helps.
+
+        Here several of them at once on a GPU, where to begin an operation takes as long for a small
+        batch as for a large one; on a CPU caches like the small ones.
+        """
+        most, num = TOGETHER.get(self.device.type, 1), 1
+        for epoch, same in groupby(spans, key=lambda span: span.epoch):
+            while together := list(islice(same, num)):
+                first = together[0].start
+                x, y = self._take(Span(epoch, first, together[-1].stop))
+                if len(together) == 1:
+                    yield x, y
+                    num = max(1, most // (x[0].numel() * self.batch_size))
+                    continue
+                for span in together:
+                    here = slice(span.start - first, span.stop - first)
+                    # Copies: who keeps a batch shall not keep its neighbours.
+                    yield x[here].clone(), y[here].clone()

@@ -1,6 +1,5 @@
 """Images in memory: bytes that go to the device once, and batches made of them there."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -145,9 +144,6 @@ class ImageBatches(Batches):
             cut = epoch.top[here], epoch.left[here], epoch.flip[here]
             x = crop_and_flip(x, *cut, padding=self._padding)
         return self._normalise(x), y
-
-    def _visit(self, spans: Iterable[Span]) -> Iterator[Batch]:
-        return map(self._take, spans)
 
     def _drawn(self, number: int) -> _Epoch:
         """The epoch's random numbers; kept, since the next step most likely needs them too."""

@@ -1,6 +1,5 @@
 """Text for language models: one row of tokens, and windows of it as batches."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,9 +129,6 @@ class TextBatches(Batches):
         # Not in place: of a single window, both are views of the same tokens.
         x, y = tokens[:, :-1], tokens[:, 1:].masked_fill(places[:, 1:] >= num, IGNORED)
         return x.contiguous(), y
-
-    def _visit(self, spans: Iterable[Span]) -> Iterator[Batch]:
-        return map(self._take, spans)
 
     def _starts(self, span: Span) -> Tensor:
         if not self.train:
