@@ -128,8 +128,9 @@ def test_every_device_makes_the_same_batches():
         here, there = (
             make_images().batches(16, train=train, device=device) for device in ("cpu", "cuda")
         )
-        for step in range(3):
-            for one, other in zip(here[step], there[step], strict=True):
+        for step, visited in enumerate(islice(there.since(0), 3)):
+            assert equal(visited, there[step])
+            for one, other in zip(here[step], visited, strict=True):
                 torch.testing.assert_close(one, other.cpu(), rtol=1e-6, atol=1e-6)
 
 
