@@ -257,6 +257,15 @@ def test_shapes_on_the_meta_device(backward):
     assert chain(torch.empty(5, 6, device="meta")).shape == (5, 3)
 
 
+def test_a_coupling_with_a_residual_of_its_own_is_refused():
+    class Scaled(rd.Coupling):
+        def residual(self, a, side):
+            return 2 * super().residual(a, side)
+
+    with pytest.raises(TypeError, match=r"unit 1, Scaled, has a residual of its own.*forward of f"):
+        rd.Chain([rd.Duplicate(), Scaled(MLP(8))])
+
+
 def test_a_compiled_coupling_is_refused():
     compiled = torch.compile(rd.Coupling(MLP(8)), backend="aot_eager")
     with pytest.raises(TypeError, match=r"unit 1 is a compiled coupling.*f\.compile"):

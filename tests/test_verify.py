@@ -140,6 +140,30 @@ def test_a_model_without_memory_can_be_measured_and_cut():
     assert sum(rd.balance(model, 4, example=x)) == len(model)
 
 
+class Told(nn.Linear):
+    def forward(self, x):
+        return {"logits": super().forward(x), "aux": None, "name": "told"}
+
+
+def test_outputs_may_hold_more_than_tensors():
+    chain = rd.Chain([*vector_chain(MLP, 3), Told(3, 2)]).double()
+    x = torch.randn(5, 6).double()
+    assert 0 < rd.check_gradients(chain, x).worst < 1e-12
+    assert rd.measure_memory(chain, x).held > 0
+
+
+def test_sparse_gradients_are_measured():
+    def embedding(sparse):
+        stem = nn.Embedding(1000, 6, sparse=sparse)
+        return rd.Chain([stem, *vector_chain(MLP, 2)])
+
+    x = torch.arange(5)
+    sparse, dense = (rd.measure_memory(embedding(each), x) for each in (True, False))
+    assert sparse.held == dense.held
+    assert 0 < sparse.peak < dense.peak
+    assert rd.check_gradients(embedding(sparse=True), x).worst < 1e-5
+
+
 def test_checkers_compute_gradients_also_where_the_caller_wants_none():
     chain = vector_chain(MLP, 3, backward="reverse").double()
     x = torch.randn(5, 6).double()

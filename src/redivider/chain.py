@@ -33,7 +33,7 @@ from redivider.errors import naming
 from redivider.mailbox import Mailbox
 from redivider.node import keep_input
 from redivider.overlap import Overlap
-from redivider.row import Keep, Row, widen_streams
+from redivider.row import Keep, Row, prepare_streams
 
 KEEPS: dict[str, tuple[Keep, Keep]] = {
     "store": ("graph", "graph"),
@@ -110,6 +110,11 @@ class Chain(nn.Module):
                     f"unit {index} is a compiled coupling, which a chain cannot look into; compile "
                     "its function instead: coupling.f.compile()"
                 )
+            if isinstance(unit, Coupling) and type(unit).residual is not Coupling.residual:
+                raise TypeError(
+                    f"unit {index}, {type(unit).__name__}, has a residual of its own, which only "
+                    "plain backprop would call; make it the forward of f"
+                )
             self._add(str(name), unit)
         if not self._modules:
             raise ValueError("a chain needs at least one unit")
@@ -148,7 +153,7 @@ class Chain(nn.Module):
         verify_keywords(side, self.takes)
         if torch.compiler.is_compiling() and self._is_plain():
             for in_row, units in self.segments():
-                x = widen_streams(x) if in_row else x
+                x = prepare_streams(x) if in_row else x
                 for _, unit in units:
                     x = unit(x, **taken(unit, side))
             return x
@@ -251,7 +256,7 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
         if in_row:
             names = [name for name, _ in units]
             with naming(names[0]):
-                x = widen_streams(x)
+                x = prepare_streams(x)
                 if not chain._is_plain():
                     row = (Row(names, keep, chain.arithmetic, chain._mailbox, ahead),)
                     x = row[0].enter(x, drift_tolerance=drift_tolerance)

@@ -6,9 +6,8 @@ from typing import Any
 from weakref import finalize
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from redivider.errors import UnitError
 from redivider.tree import tensors_of
@@ -35,7 +34,7 @@ def measure_memory(chain: nn.Module, x: Any, /, **side: Any) -> Memory:
     with restored(chain), torch.enable_grad(), Live() as live:
         output = chain(x, **side)
         held = live.bytes
-        roots = [each.sum() for each in tree_leaves(output) if each.requires_grad]
+        roots = [each.sum() for each in tensors_of(output) if each.requires_grad]
         if roots:
             torch.autograd.grad(roots, wanted, [*map(torch.ones_like, roots)], allow_unused=True)
         return Memory(held, live.peak)
@@ -108,4 +107,12 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [each.untyped_storage() for each in tensors_of(tree)]
+    parts = [part for each in tensors_of(tree) for part in _parts(each)]
+    return [each.untyped_storage() for each in parts]
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """What holds the numbers of a tensor: a sparse one is made of others."""
+    if tensor.layout != torch.sparse_coo:
+        return [tensor]
+    return [tensor._indices(), tensor._values()]

@@ -186,15 +186,26 @@ def _mark(x: Tensor) -> tuple[int, int]:
     return x.untyped_storage().data_ptr(), 0 if x.is_inference() else x._version
 
 
-def widen_streams(streams: Any) -> Streams:
+def prepare_streams(streams: Any) -> Streams:
     """Verify a pair of streams; under autocast make them float32, as only f should be narrower.
 
     A stem under autocast gives half precision, in which adding up residuals would lose too much.
     """
     a, b = verify_streams(streams)
     if is_autocast_enabled(a.device) and a.dtype == torch.get_autocast_dtype(a.device.type):
-        return a.float(), b.float()
-    return a, b
+        a, b = a.float(), b.float()
+    return _ordered(a), _ordered(b)
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """A stream whose dimensions have an order in memory, which an expanded one leaves open.
+
+    Random numbers are drawn in that order, so one that is rebuilt would get other masks.
+    """
+    if torch.compiler.is_compiling() or x.layout is not torch.strided:
+        return x
+    strides = [step for step, num in zip(x.stride(), x.shape, strict=True) if num > 1]
+    return x.clone() if 0 in strides or len(set(strides)) < len(strides) else x
 
 
 class _KeptNothing(Kept):

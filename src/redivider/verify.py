@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from redivider.chain import Chain, taken
 from redivider.coupling import Coupling, Streams, recover, verify_residual
 from redivider.errors import UnitError, naming
 from redivider.replay import Call, Record
 from redivider.replay.autocast import is_autocast_enabled
-from redivider.row import widen_streams
+from redivider.row import prepare_streams
 from redivider.tree import tensors_of
 
 GRADIENT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3}
@@ -136,7 +135,7 @@ def _round_trip(
     """Run a row forwards, then recover it, each coupling from what the one after it recovered."""
     arithmetic = chain.arithmetic
     with naming(row[0][0]):
-        x = widen_streams(x)
+        x = prepare_streams(x)
     dtype = x[0].dtype
     a, b = (arithmetic.store(each).stored for each in x)
     passed: list[tuple[str, Streams, Call, list[Tensor], Record]] = []
@@ -192,7 +191,7 @@ def _gradients(
     chain: Chain, x: Any, side: dict[str, Any], wanted: Sequence[Tensor]
 ) -> list[Tensor]:
     with restored(chain), torch.enable_grad():
-        outputs = [each for each in tree_leaves(chain(x, **side)) if each.requires_grad]
+        outputs = [each for each in tensors_of(chain(x, **side)) if each.requires_grad]
         if not outputs:
             raise ValueError("no output of the chain has a gradient: nothing to compare")
         # Any cotangent will do that is not constant: a sum would hide rows that are swapped.

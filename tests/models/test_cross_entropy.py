@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
 from models.families import TEXT
+from redivider.footprint import Live
 
 
 def setting(bias=True, tokens=(3, 7), width=5, words=11):
@@ -90,6 +91,17 @@ def test_a_scaled_loss_in_half_precision_loses_nothing():
     got = torch.autograd.grad(loss, [x, *head.parameters()])
     for one, other in zip(got, true, strict=True):
         assert (one / 2.0**16 - other).norm() < 5e-3 * other.norm()
+
+
+def test_one_autocast_region_around_many_losses_collects_nothing():
+    head, x, targets = setting(tokens=(4, 16), width=32, words=100)
+    head, x = head.float(), x.detach().float().requires_grad_()
+    loss, held = rd.ChunkedCrossEntropy(head, chunk=16), []
+    with torch.autocast("cpu", dtype=torch.bfloat16), Live() as live:
+        for _ in range(4):
+            torch.autograd.grad(loss(x, targets), [x, *head.parameters()])
+            held.append(live.bytes)
+    assert held == [held[0]] * 4
 
 
 def test_without_grad_nothing_is_computed_for_it():

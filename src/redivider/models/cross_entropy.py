@@ -99,12 +99,13 @@ class _Chunked(torch.autograd.Function):
             for each in head
         ]
         parts, total = [], x.new_zeros((), dtype=_wide(x.dtype))
+        casted = _cast(head)
         chunks = zip(torch.split(x.detach(), chunk), torch.split(targets, chunk), strict=True)
         for rows, wanted in chunks:
             leaf = rows.requires_grad_(needs[0])
             leaves = [each for each in (leaf, *head) if each is not None and each.requires_grad]
             with torch.set_grad_enabled(bool(leaves)):
-                loss = _sum_losses(leaf, head, wanted, ignore_index)
+                loss = _sum_losses(leaf, casted, wanted, ignore_index)
             total += loss.detach()
             found = iter(torch.autograd.grad(loss, leaves)) if leaves else iter(())
             if needs[0]:
@@ -140,6 +141,18 @@ def _sum_losses(x: Tensor, head: list[Tensor | None], targets: Tensor, ignore_in
     if logits.dtype.itemsize < 4:
         logits = logits.float()
     return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
+
+
+def _cast(head: list[Tensor | None]) -> list[Tensor | None]:
+    """As autocast would, once for all chunks, and without leaving casts of leaves in its cache."""
+    kind = next(each for each in head if each is not None).device.type
+    if not torch.is_autocast_enabled(kind):
+        return head
+    dtype = torch.get_autocast_dtype(kind)
+    with torch.enable_grad():
+        return [
+            each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in head
+        ]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

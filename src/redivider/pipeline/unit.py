@@ -30,7 +30,7 @@ from redivider.replay import Call, GraphRun, Record
 from redivider.replay.buffers import changes_buffers
 from redivider.replay.random import Seeded
 from redivider.replay.statistics import statistics_untouched
-from redivider.row import Keep, widen_streams
+from redivider.row import Keep, prepare_streams
 from redivider.tree import tensors_of
 
 
@@ -351,7 +351,7 @@ class Unit:
         return below, run.pull_back(grads), num_values
 
     def _enter_row(self, flow: Flow) -> Flow:
-        streams = widen_streams(flow.value)
+        streams = prepare_streams(flow.value)
         a, b = (self._sound(self.arithmetic.store(each), each) for each in streams)
         return Flow((a, b), streams[0].dtype)
 

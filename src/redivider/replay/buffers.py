@@ -3,7 +3,7 @@
 Spectral norm, for one, moves its vectors at every forward: a second run must start from the vectors
 that the first one found, and must not move them once more. Which buffers a module changes is
 learned at its first run, by comparing all of them; from then on only those are copied. Running
-statistics have a rule of their own (statistics.py) and do not count here.
+statistics of torch's layers have a rule of their own (statistics.py) and do not count here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from redivider.errors import ChangedError, UnitError
-from redivider.replay.statistics import counting_layers
+from redivider.replay.statistics import writing_layers
 
 Slot: TypeAlias = tuple[int, str]
 """A buffer's place: the index of the module that owns it, and its name there."""
 
-# The slots that a module changes, by its training flags: in evaluation it may change others.
-_learned: WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], frozenset[Slot]]]
+Case: TypeAlias = tuple[tuple[bool, ...], tuple[Slot, ...]]
+"""The training flags, since in evaluation others may change, and all slots: f may be rebuilt."""
+
+# The slots that a module changes.
+_learned: WeakKeyDictionary[nn.Module, dict[Case, frozenset[Slot]]]
 _learned = WeakKeyDictionary()
 
 
@@ -30,10 +33,8 @@ class Buffers:
 
     def __init__(self, modules: Sequence[nn.Module], flags: tuple[bool, ...]) -> None:
         buffers = _buffers(modules)
-        known = _learned.setdefault(modules[0], {}).get(flags)
-        if known is not None and not known <= buffers.keys():
-            known = None  # f was rebuilt since
-        self._flags = flags
+        self._case = flags, tuple(buffers)
+        known = _learned.setdefault(modules[0], {}).get(self._case)
         self._first = known is None
         self.before = {
             slot: buffers[slot].clone() for slot in (buffers if known is None else known)
@@ -44,22 +45,22 @@ class Buffers:
         """After the run: keep the old values of what it changed, and watch the rest."""
         now = _buffers(modules)
         if self._first:
-            # By value: batch norm's own operator, for one, writes to its buffers without counting.
+            # By value too: batch norm's own operator, for one, writes without counting.
             self.before = {
-                slot: old for slot, old in self.before.items() if not _same(old, now.get(slot))
+                slot: old
+                for slot, old in self.before.items()
+                if _is_written(*self._rest[slot]) or not _same(old, now.get(slot))
             }
-            _learned[modules[0]][self._flags] = frozenset(self.before)
+            _learned[modules[0]][self._case] = frozenset(self.before)
         for slot, (buffer, version) in list(self._rest.items()):
             if slot in self.before:
                 del self._rest[slot]
-            elif buffer._version != version and not self._first:
+            elif _is_written(buffer, version):
                 raise UnitError(
                     f"f changed its buffer {slot[1]!r}, which its first forward had left alone, so "
                     "the old value is lost and the forward cannot be run again; change it in every "
                     "forward or outside of f"
                 )
-            else:
-                self._rest[slot] = (buffer, buffer._version)
 
     def replace(self, before: dict[Slot, Tensor]) -> None:
         """Take values that were saved, and trust the others to be what they were."""
@@ -73,7 +74,7 @@ class Buffers:
     def _in_place(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         now = _buffers(modules)
         for slot, (buffer, version) in self._rest.items():
-            if buffer._version != version:
+            if _is_written(buffer, version):
                 raise ChangedError(
                     f"the buffer {slot[1]!r} of f was changed between the forward and the "
                     "backward, which runs f again and needs it as it was"
@@ -96,6 +97,10 @@ def changes_buffers(module: nn.Module) -> bool:
     return any(_learned.get(module, {}).values())
 
 
+def _is_written(buffer: Tensor, version: int) -> bool:
+    return buffer._version != version
+
+
 def _same(old: Tensor, now: Tensor | None) -> bool:
     if now is None or old.shape != now.shape:
         return False
@@ -103,11 +108,11 @@ def _same(old: Tensor, now: Tensor | None) -> bool:
 
 
 def _buffers(modules: Sequence[nn.Module]) -> dict[Slot, Tensor]:
-    counting = counting_layers(modules)
+    writing = writing_layers(modules)
     return {
         (index, name): buffer
         for index, module in enumerate(modules)
-        if module._buffers and module not in counting
+        if module._buffers and module not in writing
         for name, buffer in module._buffers.items()
         if buffer is not None
     }

@@ -81,14 +81,16 @@ class Call:
 
         Its own weights are those in `tensors`, unless these are said to be others.
         Where a graph is built, it is dropped before this returns. It makes the run take the same
-        kernels as the second one, and shows at the first call what the module depends on.
+        kernels as the second one, and shows at the first call what the module depends on. In
+        evaluation mode modules may take other ways where there is none: torch's TransformerEncoder.
         """
         # A compiled module draws other random numbers than a plain one, so its first run must be
         # compiled as well; what it depends on is verified in the second.
-        if with_graph or not (self.is_compiled or self.module in _verified):
+        is_known = self.is_compiled or self.module in _verified
+        if with_graph or not (is_known and self.module.training):
             needs = [each.requires_grad for each in tensors]
-            # Nothing will be asked of this graph.
-            with saved_tensors_hooks(_forget, _forget):
+            # Nobody outside is to count on this graph: hooks of the caller's stay out of it.
+            with saved_tensors_hooks(_keep, _keep):
                 run, record = self.only_run(tensors, needs, record=record)
             return _detached(run.output), record
         if self.module not in _verified:
@@ -158,9 +160,10 @@ class Call:
 
         Those of the arguments are views of leaves: torch's module tracker, and its flop counter
         with it, hooks what a module is given, and cannot hook leaves in `torch.autograd.grad`.
+        What has neither needs none: quantised weights are more than their numbers.
         """
         leaves = [
-            tensor.detach().requires_grad_(need)
+            tensor.detach().requires_grad_(need) if need or tensor.requires_grad else tensor
             for tensor, need in zip(tensors, needs, strict=True)
         ]
         num_arguments = len(leaves) - len(self._anatomy.parameters)
@@ -234,8 +237,8 @@ def _detached(tree: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, tree)
 
 
-def _forget(_: Any) -> Any:
-    return None
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor.detach()  # itself, an output would keep its own graph alive
 
 
 @contextmanager

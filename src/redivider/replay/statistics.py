@@ -13,7 +13,10 @@ from torch import Tensor, nn
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMS = BATCH_NORMS + INSTANCE_NORMS
-# These pass no running statistics on when the flag is off; what a subclass does is its own affair.
+# In training these write running statistics and do not read them. A subclass with a forward of its
+# own may read them, as batch renormalisation does: there they are buffers like all others.
+WRITE_ONLY = {layer.forward for layer in NORMS}
+# These pass no running statistics on when the flag is off.
 HEED_THE_FLAG = {layer.forward for layer in BATCH_NORMS}
 
 
@@ -22,15 +25,20 @@ def counting_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [
         layer
         for layer in modules
-        if layer._buffers.get("running_mean") is not None  # which rules out most, at once
+        if isinstance(layer, NORMS)
         and layer.training
-        and isinstance(layer, NORMS)
+        and layer._buffers.get("running_mean") is not None
     ]
+
+
+def writing_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of them whose result does not depend on their running statistics."""
+    return [each for each in counting_layers(modules) if type(each).forward in WRITE_ONLY]
 
 
 def statistics_untouched(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Normalise by the batch, and leave the running statistics as they are."""
-    layers = counting_layers(modules)
+    layers = writing_layers(modules)
     return _untouched(layers) if layers else nullcontext()
 
 
@@ -56,7 +64,7 @@ def statistics_counted(modules: Sequence[nn.Module]) -> AbstractContextManager[N
 
     Each layer would launch a kernel to add one to its own counter.
     """
-    layers = counting_layers(modules)
+    layers = writing_layers(modules)
     return _counted(layers) if layers else nullcontext()
 
 
