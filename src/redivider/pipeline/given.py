@@ -13,8 +13,6 @@ from redivider.tree import tensors_of
 
 def verify_given(x: Any, target: Any, side: dict[str, Any]) -> None:
     """Refuse what cannot be trained by."""
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError("a pipeline trains, and cannot do so under torch.inference_mode")
     named = {"the input": x, "the target": target}
     named |= {f"the keyword {name!r}": value for name, value in side.items()}
     for what, value in named.items():
@@ -28,18 +26,27 @@ def verify_given(x: Any, target: Any, side: dict[str, Any]) -> None:
                 raise ValueError(f"{what} was made in inference mode; give a clone of it")
 
 
+def verify_mode() -> None:
+    """Refuse to train where torch lets nobody."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("a pipeline trains, and cannot do so under torch.inference_mode")
+
+
 class Given:
     """The caller's tensors in flight, which a tick yet to come will read."""
 
     def __init__(self) -> None:
-        # Nobody but the caller can change them, so they are not held for that.
+        # Nobody but the caller can change them, so they are not held for that. What they are views
+        # of may outlive them.
         self._inputs: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
         self._targets: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
 
     def note(self, microbatch: int, inputs: Any, target: Any) -> None:
         """Remember what they are like now."""
         for noted, value in ((self._inputs, inputs), (self._targets, target)):
-            noted[microbatch] = [(weakref.ref(e), e._version) for e in tensors_of(value)]
+            found = tensors_of(value)
+            found = [*found, *(e._base for e in found if e._base is not None)]
+            noted[microbatch] = [(weakref.ref(e), e._version) for e in found]
 
     def forget(self) -> None:
         """None of them is needed any more."""

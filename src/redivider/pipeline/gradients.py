@@ -26,9 +26,14 @@ def accumulate(
 ) -> None:
     """Add to the parameters' gradients, taking over a tensor only if no one else has it.
 
-    `others` are gradients that go elsewhere; autograd may give one tensor to several.
+    `others` are gradients that go elsewhere; autograd may give one tensor to several. What was
+    frozen since its forward gets none.
     """
-    pairs = [(each, grad) for each, grad in zip(parameters, grads, strict=True) if grad is not None]
+    pairs = [
+        (each, grad)
+        for each, grad in zip(parameters, grads, strict=True)
+        if grad is not None and each.requires_grad
+    ]
     if any(grad.layout is not torch.strided for _, grad in pairs):
         raise UnitError("a gradient is sparse, which pipelines cannot sum; give sparse=False")
     narrow = [(each, grad) for each, grad in pairs if grad.dtype != each.dtype]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,12 +29,18 @@ from redivider.pipeline.concurrent import Concurrent
 from redivider.pipeline.cut import balance_of, units_of
 from redivider.pipeline.feed import Feed
 from redivider.pipeline.fused import fuse
-from redivider.pipeline.given import Given, verify_given
+from redivider.pipeline.given import Given, verify_given, verify_mode
 from redivider.pipeline.graphs import CudaGraphs
 from redivider.pipeline.loss import Loss
 from redivider.pipeline.memory import resolve_method
 from redivider.pipeline.packing import Packing
-from redivider.pipeline.place import group_units, place_units, resolve_cut, verify_unshared
+from redivider.pipeline.place import (
+    group_units,
+    place_units,
+    resolve_cut,
+    verify_hooks,
+    verify_unshared,
+)
 from redivider.pipeline.probe import Probe
 from redivider.pipeline.snapshot import restore_snapshot, take_snapshot, verify_snapshot
 from redivider.pipeline.stage import Ahead, Clip, Message, Stage, Way
@@ -140,7 +147,7 @@ class Pipeline:
         self.method = resolve_method(method)
         self.accumulate = int(accumulate)
         self.latency = int(latency)
-        self.seed = torch.initial_seed() if seed is None else seed
+        self.seed = torch.initial_seed() if seed is None else index(seed)
         self.arithmetic = resolve_arithmetic(arithmetic)
         self.packing = Packing(message_dtype)
         self.cut, self._loads = resolve_cut(units, stages, example)
@@ -161,6 +168,7 @@ class Pipeline:
         self._loss = Loss(loss, len(units), draws)
         self._ends_here = self._own[-1] == len(self.cut) - 1
         if self._ends_here:
+            verify_hooks("the loss", self._loss.module)
             self._loss.hang_in(self.stages[-1])
         for stage in self.stages:
             stage.module.zero_grad()  # what was left would count as a first backward pass
@@ -205,6 +213,7 @@ class Pipeline:
         An input and a target on the host go to the model's GPU while the last tick runs there.
         """
         verify_keywords(side, self._takes)
+        verify_mode()
         verify_given(x, target, side)
         self._verify_running()
         if self._feed is not None:
@@ -243,6 +252,7 @@ class Pipeline:
         A last group of fewer than `accumulate` backward passes stays summed and joins the next one,
         or is applied, averaged over its own count, with `update=True`.
         """
+        verify_mode()
         self._verify_running()
         self._leave_graphs()
         ticks = []

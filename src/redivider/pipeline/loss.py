@@ -9,10 +9,12 @@ from torch.utils._pytree import tree_map_only
 
 from redivider.arithmetic import Arithmetic
 from redivider.errors import UnitError
+from redivider.pipeline.apart import apart
 from redivider.pipeline.gradients import accumulate, may_need
 from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.unit import Flow
 from redivider.replay import Call, GraphRun, Record
+from redivider.replay.buffers import changes_buffers, load_unsaved, unsaved_buffers
 from redivider.replay.random import Seeded
 from redivider.tree import tensors_of
 
@@ -44,11 +46,15 @@ class Loss:
     def state_dict(self) -> dict[str, Any]:
         """Its weights, and their gradients summed so far."""
         gradients = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
-        return {"weights": self.module.state_dict(), "gradients": gradients}
+        state = {"weights": self.module.state_dict(), "gradients": gradients}
+        if changes_buffers(self.module):
+            state["buffers"] = unsaved_buffers(self.module)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from such a state."""
         self.module.load_state_dict(state["weights"])
+        load_unsaved(self.module, state.get("buffers", {}))
         for name, parameter in self.module.named_parameters():
             parameter.grad = state["gradients"].get(name)
 
@@ -68,7 +74,8 @@ class Loss:
         accumulate(parameters, own, others=grads[:num_values])
         below = flow if flow.dtype is not None else Flow(None)
         down = Message(n, below, message.autocast, message.side, grads=grads[:num_values])
-        return down, loss.detach(), tree_map_only(Tensor, Tensor.detach, aux)
+        aux = tree_map_only(Tensor, Tensor.detach, aux)
+        return down, loss.detach(), apart(aux, (*parameters, *self.module.buffers()))
 
     def trace(self, message: Message, arithmetic: Arithmetic) -> list[Tensor | None]:
         """The gradients of the model's output, and nothing else."""

@@ -5,6 +5,7 @@ A stage works by the weights as they were when the tick began; its update comes 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -113,15 +114,16 @@ class Stage:
         self.num_updates = 0
         self.num_pending = 0
         """Backward passes since the last update."""
-        like = next(self.module.parameters(), torch.empty(0))
-        self.norm = torch.zeros((), dtype=like.dtype, device=like.device)
+        parameters: list[Tensor] = [*self.module.parameters()] or [torch.empty(0)]
+        dtype = reduce(torch.promote_types, {each.dtype for each in parameters})
+        self.norm = torch.zeros((), dtype=dtype, device=parameters[0].device)
         """Of the gradient at the last update, before clipping."""
         self.compiled_update: CompiledUpdate | None = None
         self.average: Callable[[nn.Module], None] | None = None
         """Averages gradients, and running statistics, over replicas, where there are some."""
         self.ahead: Ahead | None = None
         """How far a forward looks ahead, if it does."""
-        self._predicted: tuple[int, Prediction | None] = (0, None)
+        self._predicted: tuple[Any, Prediction | None] = (None, None)
 
     def forward_weights(self, unit: Unit) -> Sequence[Tensor]:
         """The weights by which a forward would run a unit now."""
@@ -219,7 +221,9 @@ class Stage:
                 | {"names": [names[id(each)] for each in group["params"]]}
                 for group in self.optimizer.param_groups
             ]
-            state["optimizer"] = {names[id(p)]: dict(s) for p, s in self.optimizer.state.items()}
+            every = self.optimizer.state.items()
+            state["optimizer"] = {names[id(p)]: dict(s) for p, s in every if id(p) in names}
+            state["beside"] = {key: value for key, value in every if not isinstance(key, Tensor)}
         return state
 
     def load_training(self, state: dict[str, Any]) -> None:
@@ -232,6 +236,7 @@ class Stage:
             return
         by_name = dict(self.module.named_parameters())
         self.optimizer.state.clear()
+        self.optimizer.state.update(state.get("beside", {}))
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "names"})
             on_device = group.get("capturable") or group.get("fused")
@@ -278,7 +283,7 @@ class Stage:
 
     def forget_prediction(self) -> None:
         """Predict anew, though nothing that is counted has changed."""
-        self._predicted = (0, None)
+        self._predicted = (None, None)
 
     def _predict(self) -> Prediction | None:
         """The weights of the time when what is forwarded now comes back, where they are others."""
@@ -286,17 +291,21 @@ class Stage:
             return None
         num = self.num_ahead
         made, found = self._predicted
-        if found is None or (made, found.num_updates) != (self.num_updates, num):
+        # Somebody may have changed weights, or frozen some, between two updates.
+        trained = [each for group in self.groups for each in group["params"]]
+        now = self.num_updates, num, [(each._version, each.requires_grad) for each in trained]
+        if found is None or made != now:
             found = None
             self.forget_prediction()  # its memory is free before another is taken
             found = Prediction(0, {})
             if num:
                 found = predict(self.optimizer, self.factors(num), self.ahead.given)
-            self._predicted = (self.num_updates, found)
+            self._predicted = (now, found)
         return found
 
     def _clip(self, grads: Sequence[Tensor], clip: Clip, other_norms: Iterable[Tensor]) -> None:
         if not grads:
+            self.norm = torch.zeros_like(self.norm)
             return
         total = self.norm = torch.nn.utils.get_total_norm(grads)
         if clip.over == "all":

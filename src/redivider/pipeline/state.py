@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -237,14 +238,15 @@ def _encode(value: Any, path: tuple[Any, ...], files: dict[str, dict[str, Tensor
         case tuple() | list() if not hasattr(value, "_fields"):  # whose names would be lost
             word = "tuple" if isinstance(value, tuple) else "list"
             return [word, *(_encode(each, (*path, i), files) for i, each in enumerate(value))]
-        case dict():
+        case dict() if type(value) in (dict, OrderedDict):  # others would come back as these
             return [
                 "dict",
                 *([_encode(k, (), {}), _encode(v, (*path, k), files)] for k, v in value.items()),
             ]
     raise StateError(
         f"a state cannot hold a {type(value).__name__}; targets, side inputs and optimizer options "
-        "must be numbers, strings, tensors, or lists, tuples and dictionaries of them"
+        "must be numbers, strings, tensors, or lists, tuples and dictionaries of them; inputs and "
+        "targets are only in it while they are in flight, and flush() ends that"
     )
 
 

@@ -6,6 +6,7 @@ rebuilds its input from it, and the gradients of the value's tensors.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -20,6 +21,7 @@ from redivider.chain import taken
 from redivider.compiled import run_apart
 from redivider.coupling import Coupling, Recovered, recover, verify_residual
 from redivider.errors import UnitError
+from redivider.pipeline.apart import apart
 from redivider.pipeline.dense import dense
 from redivider.pipeline.gradients import accumulate, may_need, widen
 from redivider.pipeline.lookahead import Prediction
@@ -27,7 +29,7 @@ from redivider.pipeline.memory import Method, Version
 from redivider.pipeline.ring import Ring
 from redivider.pipeline.weights import Weights
 from redivider.replay import Call, GraphRun, Record
-from redivider.replay.buffers import changes_buffers
+from redivider.replay.buffers import changes_buffers, load_unsaved, unsaved_buffers
 from redivider.replay.random import Seeded
 from redivider.replay.statistics import statistics_untouched
 from redivider.row import Keep, prepare_streams
@@ -151,7 +153,7 @@ class Unit:
         self.kept[microbatch] = kept
         self._draws = bool(self._draws) or randomness.drew
         if not self.is_coupling:
-            return Flow(self._apart(output, weights))
+            return Flow(apart(output, (*weights, *self._inner.buffers())))
         a, b = flow.value
         added = self.arithmetic.add(b, verify_residual(output, argument))
         return Flow((self._sound(added, output), a), flow.dtype)
@@ -187,22 +189,18 @@ class Unit:
         a, b = flow.value
         return Flow((self._sound(self.arithmetic.add(b, output), output), a), flow.dtype)
 
-    def _apart(self, output: Any, weights: Sequence[Tensor]) -> Any:
-        """An output that shares no memory with what will change while it is in flight."""
-        own = set(map(_memory, (*weights, *self._inner.buffers())))
-
-        def apart(each: Tensor) -> Tensor:
-            return each.clone() if _memory(each) in own else each
-
-        return tree_map_only(Tensor, apart, output)
-
     def _try(self, call: Call, tensors: Sequence[Tensor], microbatch: int) -> None:
-        """Run the unit for nothing: buffers and random numbers are then as before."""
-        before = [(each, each.clone()) for each in self._inner.buffers()]
-        with self._randomness(microbatch, tensors[0].device).again(), torch.no_grad():
-            call.run_plainly(tensors)
-        for buffer, value in before:
-            buffer.copy_(value)
+        """Run the unit for nothing: on copies of its buffers, and with its random numbers."""
+        own = [(each, dict(each._buffers)) for each in call.modules if each._buffers]
+        for each, buffers in own:
+            each._buffers.update({k: v if v is None else v.clone() for k, v in buffers.items()})
+        try:
+            with self._randomness(microbatch, tensors[0].device).again(), torch.no_grad():
+                call.run_plainly(tensors)
+        finally:
+            for each, buffers in own:
+                each._buffers.clear()
+                each._buffers.update(buffers)
 
     def _run_forward(
         self, call: Call, tensors: Sequence[Tensor], argument: Any, kept: Kept, *, others: bool
@@ -269,6 +267,8 @@ class Unit:
             for n, each in self.kept.items()
         }
         state = {"weights": self.module.state_dict(), "gradients": gradients, "kept": kept}
+        if self.changes_buffers:
+            state["buffers"] = unsaved_buffers(self.module)
         if self.weights.stash:
             state["stash"] = self.weights.stash.state_dict()
         return state
@@ -278,6 +278,7 @@ class Unit:
     ) -> None:
         """Continue from a state; `sides` are the keywords of the micro-batches in flight."""
         self.module.load_state_dict(state["weights"])
+        load_unsaved(self.module, state.get("buffers", {}))
         for name, parameter in self.module.named_parameters():
             parameter.grad = state["gradients"].get(name)
         if self.weights.stash:
@@ -317,7 +318,8 @@ class Unit:
     ) -> tuple[Flow, list[Tensor | None], int]:
         dc, da = grads
         if kept.run is not None:
-            return Flow(None), Recovered(None, kept.run).pull_back(dc, da), 2
+            with self._with_weights_of(kept.run):
+                return Flow(None), Recovered(None, kept.run).pull_back(dc, da), 2
         assert kept.dtype is not None
         c, a = flow.value if self.keep == "nothing" else (None, kept.value)
         real = self.arithmetic.real(a, kept.dtype)
@@ -331,9 +333,12 @@ class Unit:
         recovered = recover(
             call, c, tensors, self._needs(tensors, real), kept.record, self.arithmetic
         )
+        if self.arithmetic.exact and recovered.b is not None:
+            self._verify_exact(recovered.b, recovered.run)
         b = recovered.b if b is None else b
         below = Flow(None) if b is None else Flow((a, b), kept.dtype)
-        return below, recovered.pull_back(dc, da), 2
+        with self._with_weights_of(recovered.run):
+            return below, recovered.pull_back(dc, da), 2
 
     def _pull_junction(
         self, kept: Kept, flow: Flow, grads: Sequence[Tensor | None], side: dict[str, Any]
@@ -348,7 +353,8 @@ class Unit:
             run = call.rerun(tensors, self._needs(tensors, argument), kept.record, apart)
         below = Flow(kept.value, kept.dtype) if self._hands_down else Flow(None)
         num_values = len(run.leaves) - len(self.parameters) - _num_tensors(taken(self.module, side))
-        return below, run.pull_back(grads), num_values
+        with self._with_weights_of(run):
+            return below, run.pull_back(grads), num_values
 
     def _enter_row(self, flow: Flow) -> Flow:
         streams = prepare_streams(flow.value)
@@ -396,17 +402,29 @@ class Unit:
     def _invert(self, call: Call, c: Tensor, tensors: Sequence[Tensor], kept: Kept) -> Tensor:
         with statistics_untouched(call.modules):
             run = call.rerun(tensors, [False] * len(tensors), kept.record)
-        return self.arithmetic.subtract(c, run.output)
+        b = self.arithmetic.subtract(c, run.output)
+        if self.arithmetic.exact:
+            self._verify_exact(b, run)
+        return b
+
+    def _verify_exact(self, b: Tensor, run: GraphRun) -> None:
+        """By other weights than the forward's, a stream may leave the range on its way back."""
+        self._sound(self.arithmetic.add(b, run.output), run.output)
+
+    def _with_weights_of(self, run: GraphRun) -> AbstractContextManager[None]:
+        """Have the module hold the weights of a run that was by others than those of now.
+
+        What `torch.utils.checkpoint` left out of the graph is computed again in the backward.
+        """
+        if self.weights.stash is None:
+            return nullcontext()
+        return Call.split(self._inner, (), {})[0].holding(run.leaves)
 
     def _sound(self, checked: Checked, x: Tensor) -> Tensor:
         if checked.fault is not None and checked.fault:
             what = "a stream left the range of" if torch.isfinite(x).all() else "f is not finite on"
             raise OverflowError(f"{self.name}: {what} {self.arithmetic}")
         return checked.stored
-
-
-def _memory(each: Tensor) -> int | None:
-    return each.untyped_storage().data_ptr() if each.layout is torch.strided else None
 
 
 def _num_tensors(tree: Any) -> int:

@@ -97,6 +97,19 @@ def changes_buffers(module: nn.Module) -> bool:
     return any(_learned.get(module, {}).values())
 
 
+def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that its state_dict leaves out, since they are not persistent."""
+    saved = module.state_dict().keys()
+    return {name: each for name, each in module.named_buffers() if name not in saved}
+
+
+@torch.no_grad()
+def load_unsaved(module: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Put such buffers back."""
+    for name, value in saved.items():
+        module.get_buffer(name).copy_(value)
+
+
 def _is_written(buffer: Tensor, version: int) -> bool:
     return buffer._version != version
 

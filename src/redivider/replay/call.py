@@ -6,7 +6,7 @@ leaves their hooks would fire inside, and once more when the gradient arrives wh
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
 from typing import Any
 from weakref import WeakSet
@@ -149,6 +149,10 @@ class Call:
             output = self._run(leaves, run or self.module)
         _verify_leaves(output, leaves)
         return GraphRun(leaves, output)
+
+    def holding(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Let the module have the weights that end this list, for a while."""
+        return self._anatomy.substituted(tensors[len(tensors) - len(self.parameters) :])
 
     def _new(self, record: Record | None, tensors: Sequence[Tensor]) -> Record:
         count_fused_steps()

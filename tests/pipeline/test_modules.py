@@ -1,0 +1,353 @@
+"""What users put into a pipeline, and what they do to it while micro-batches are in flight."""
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import register_pytree_node
+from torch.utils.checkpoint import checkpoint
+
+import redivider as rd
+from redivider.errors import ChangedError, UnitError
+from redivider.pipeline.memory import METHODS
+from redivider.pipeline.state import StateError
+
+
+def network(make, width=6):
+    torch.manual_seed(0)
+    couplings = [rd.Coupling(make()) for _ in range(4)]
+    head = nn.Linear(2 * width, 2)
+    return nn.ModuleList([nn.Linear(3, width), rd.Duplicate(), *couplings, rd.Fuse(), head])
+
+
+def build(units, lr=0.05, stages="auto", loss=F.mse_loss, momentum=0.0, **options):
+    def optimizer(stage):
+        return torch.optim.SGD(stage.parameters(), lr=lr, momentum=momentum)
+
+    units = list(units)
+    return rd.Pipeline(units, stages=stages, loss=loss, optimizer=optimizer, **options)
+
+
+def batches(number, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(5, 3, generator=generator), torch.randn(5, 2, generator=generator))
+        for _ in range(number)
+    ]
+
+
+def weights(units):
+    return torch.cat([p.detach().flatten().double() for p in units.parameters()])
+
+
+class Perceptron(nn.Module):
+    """Its activations are computed again where that is asked for."""
+
+    def __init__(self, again=False):
+        super().__init__()
+        self.one, self.two, self.again = nn.Linear(6, 6), nn.Linear(6, 6), again
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False) if self.again else self.body(x)
+
+    def body(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_torchs_checkpoint_inside_of_a_unit_sees_the_weights_of_its_run(method):
+    ends = []
+    for again in (False, True):
+        units = network(lambda again=again: Perceptron(again)).double()
+        pipe = build(units, method=method)
+        for x, target in batches(20):
+            pipe.step(x.double(), target.double())
+        pipe.flush()
+        ends.append(weights(units))
+    assert torch.equal(*ends)
+
+
+class Masked(nn.Module):
+    """Has a buffer that it reads and does not write."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6).eval()
+        self.register_buffer("mask", torch.ones(6))
+
+    def forward(self, x):
+        return self.norm(self.inner(x)) * self.mask
+
+
+def test_autocast_may_begin_when_a_unit_has_run_before():
+    units = network(Masked)
+    for unit in units[2:6]:
+        unit.f.norm.eval()
+    pipe = build(units)
+    for n, (x, target) in enumerate(batches(30)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=n >= 10):
+            pipe.step(x, target)
+    pipe.flush()
+    other = build(units)  # and once more
+    with torch.autocast("cpu", torch.bfloat16):
+        for x, target in batches(12):
+            other.step(x, target)
+
+
+def test_a_view_of_a_buffer_that_is_filled_again_is_refused():
+    units = nn.ModuleList([*(rd.Coupling(nn.Linear(3, 3)) for _ in range(3)), rd.Fuse()])
+    pipe, filled = build(units), torch.empty(2, 5, 3)
+    with pytest.raises(ChangedError, match="the input of micro-batch 0 was changed in place"):
+        for x, _ in batches(9):
+            filled[0].copy_(x)
+            filled[1].copy_(2 * x)
+            pipe.step((filled[0], filled[1]), torch.zeros(5, 6))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 0.1))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+@pytest.mark.parametrize("method", ["petra", "approximate-input"])
+def test_a_stream_that_leaves_the_grid_on_its_way_back_is_a_fault(method):
+    """In a pipeline it goes back by other weights than it came."""
+    units = nn.ModuleList([*(rd.Coupling(Scaled()) for _ in range(3)), rd.Fuse("add")])
+    loss = lambda y, target: (y - target).square().sum()  # noqa: E731
+    pipe = build(units, lr=3.0, loss=loss, arithmetic="fixed", method=method)
+    with pytest.raises(OverflowError, match=r"Coupling\(Scaled\).*Fixed\(bits=20\)"):
+        for x, target in batches(4):
+            pipe.step((x, 2 * x), target[:, :1])
+        pipe.flush()
+
+
+def test_a_stage_that_is_frozen_has_no_norm():
+    units = network(lambda: nn.Linear(6, 6))
+    pipe = build(units, stages=3, clip_norm=0.5, clip_over="all")
+    for n, (x, target) in enumerate(batches(30)):
+        if n == 10:
+            pipe.flush()
+            assert all(stage.norm > 0 for stage in pipe.stages)
+            pipe.stages[0].module.requires_grad_(False)
+        pipe.step(x, target)
+    assert [bool(stage.norm > 0) for stage in pipe.stages] == [False, True, True]
+
+
+def test_hooks_on_the_parameters_of_a_loss_are_refused():
+    class Tempered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.temperature = nn.Parameter(torch.ones(()))
+            self.temperature.register_hook(torch.zeros_like)
+
+        def forward(self, y, target):
+            return ((y - target) * self.temperature).square().mean()
+
+    with pytest.raises(UnitError, match="the loss: a parameter has a hook for its gradient"):
+        build(network(lambda: nn.Linear(6, 6)), loss=Tempered())
+
+
+def test_what_a_loss_tells_of_its_weights_is_of_its_own_time():
+    class Telling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(2))
+
+        def forward(self, y, target):
+            return F.mse_loss(y + self.bias, target), {"bias": self.bias}
+
+    loss = Telling()
+    pipe = build(network(lambda: nn.Linear(6, 6)), loss=loss)
+    told, true = [], []
+    for x, target in batches(20):
+        true.append(loss.bias.detach().clone())
+        told.append(pipe.step(x, target).aux)
+    found = [(aux["bias"], bias) for aux, bias in zip(told, true, strict=True) if aux is not None]
+    assert len(found) == 20 - 7
+    assert all(torch.equal(*each) for each in found)
+
+
+class Turning(nn.Module):
+    """Computes something else every time, by a number that its state_dict does not have."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.inner = nn.Linear(*sizes) if sizes else None
+        self.register_buffer("angle", torch.zeros(()), persistent=False)
+
+    def forward(self, x, target=None):
+        self.angle.add_(0.1)
+        if self.inner is None:
+            return F.mse_loss(x, target) * torch.cos(self.angle)
+        return self.inner(x) * torch.cos(self.angle)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_buffers_that_are_not_persistent_are_in_the_state(on_disk, tmp_path):
+    one, other = (network(lambda: Turning(6, 6)) for _ in range(2))
+    first, second = build(one, loss=Turning()), build(other, loss=Turning())
+    for x, target in batches(20):
+        first.step(x, target)
+    if on_disk:
+        first.save(tmp_path / "state")
+        second.load(tmp_path / "state")
+    else:
+        second.load_state_dict(first.state_dict())
+    for x, target in batches(20, seed=2):
+        assert torch.equal(first.step(x, target).loss, second.step(x, target).loss)
+    assert torch.equal(weights(one), weights(other))
+
+
+@pytest.mark.parametrize("change", ["zero", "freeze"])
+def test_look_ahead_sees_weights_that_somebody_changed(change):
+    """Between two updates, where nothing that the pipeline counts has changed."""
+    units = network(lambda: nn.Linear(6, 6))
+    pipe = build(units, lookahead="momentum", momentum=0.9, accumulate=4, stages=4)
+    given = batches(46)
+    for x, target in given[:45]:
+        pipe.step(x, target)
+    stage = pipe.stages[0]
+    before = [each.clone() for each in stage.forward_weights(stage.units[0])]
+    assert all(map(torch.equal, before, stage.forward_weights(stage.units[0])))
+    if change == "zero":
+        with torch.no_grad():
+            units[0].weight.zero_()
+    else:
+        units[0].requires_grad_(False)
+    after = [each.clone() for each in stage.forward_weights(stage.units[0])]
+    stage.forget_prediction()
+    assert all(map(torch.equal, after, stage.forward_weights(stage.units[0])))
+    assert not torch.equal(before[0], after[0]) or change == "freeze"
+
+
+class Own(torch.optim.Optimizer):
+    """Keeps a number for itself beside those of its parameters."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.state["steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["steps"] += 1
+        for each in self.param_groups[0]["params"]:
+            each.sub_(0.1 / self.state["steps"] * each.grad)
+
+
+def test_an_optimizer_may_have_a_state_of_its_own(tmp_path):
+    pipes, ends = [], []
+    for _ in range(2):
+        units = network(lambda: nn.Linear(6, 6))
+        options = {"optimizer": lambda stage: Own(stage.parameters()), "loss": F.mse_loss}
+        pipes.append((units, rd.Pipeline(list(units), stages=3, **options)))
+    for x, target in batches(12):
+        pipes[0][1].step(x, target)
+    pipes[0][1].save(tmp_path / "state")
+    pipes[1][1].load(tmp_path / "state")
+    for units, pipe in pipes:
+        for x, target in batches(12, seed=2):
+            pipe.step(x, target)
+        ends.append(weights(units))
+        assert pipe.stages[-1].optimizer.state["steps"] == pipe.stages[-1].num_updates
+    assert torch.equal(*ends)
+
+
+def test_nothing_is_lost_by_a_flush_in_inference_mode():
+    units = network(lambda: nn.Linear(6, 6))
+    pipe = build(units)
+    for x, target in batches(12):
+        pipe.step(x, target)
+    with torch.inference_mode():
+        for wrong in (pipe.flush, lambda: pipe.step(*batches(1)[0])):
+            with pytest.raises(RuntimeError, match=r"cannot do so under torch\.inference_mode"):
+                wrong()
+    assert len(pipe.flush()) == 8 - 1  # stages that what had entered had not yet passed
+
+
+class Batch(OrderedDict):
+    x = property(lambda self: self["x"])
+
+
+register_pytree_node(
+    Batch, lambda b: (list(b.values()), list(b)), lambda v, k: Batch(zip(k, v, strict=True))
+)
+
+
+def test_a_dictionary_that_is_more_than_one_is_not_saved_as_one(tmp_path):
+    class Reads(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch.x)
+
+    units = network(lambda: nn.Linear(6, 6))
+    units[0] = Reads(3, 6)
+    pipe = build(units)
+    for x, target in batches(12):
+        pipe.step(Batch(x=x), target)
+    with pytest.raises(StateError, match=r"cannot hold a Batch.*flush\(\)"):
+        pipe.save(tmp_path / "state")
+    pipe.flush()
+    pipe.save(tmp_path / "state")
+
+
+def test_what_is_frozen_does_not_move_by_graphs_that_were_made_before():
+    for method in METHODS:
+        units = network(lambda: nn.Linear(6, 6))
+        pipe = build(units, method=method)
+        for x, target in batches(20):
+            pipe.step(x, target)
+        units[0].requires_grad_(False)
+        frozen = units[0].weight.clone()
+        for x, target in batches(20):
+            pipe.step(x, target)
+        assert torch.equal(units[0].weight, frozen), method
+
+
+def test_norms_of_several_dtypes_are_saved_as_they_are():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
+            self.inner = nn.Linear(3, 6)
+
+        def forward(self, x):
+            return self.inner(x) * self.scale.float()
+
+    pipes = []
+    for _ in range(2):
+        units = network(lambda: nn.Linear(6, 6))
+        units[0] = Mixed()
+        pipes.append(build(units, clip_norm=0.05, clip_over="all"))
+    for x, target in batches(20):
+        pipes[0].step(x, target)
+    pipes[1].load_state_dict(pipes[0].state_dict())
+    norms = [[(stage.norm.dtype, stage.norm.item()) for stage in pipe.stages] for pipe in pipes]
+    assert norms[0] == norms[1]
+
+
+def test_units_by_name_and_units_that_are_none():
+    named = {name: nn.Linear(3, 3) for name in ("stem", "head")}
+    pipe = rd.Pipeline(
+        named,
+        stages=2,
+        loss=F.mse_loss,
+        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1),
+        seed=np.int64(3),
+    )
+    assert list(pipe.full_state_dict()) == ["stem.weight", "stem.bias", "head.weight", "head.bias"]
+    assert type(pipe.seed) is int
+    with pytest.raises(TypeError, match=r"unit 1 must be a torch\.nn\.Module, got builtin"):
+        build([nn.Linear(3, 3), torch.tanh])
+
+    class Doubled(rd.Coupling):
+        def residual(self, a, side):
+            return 2 * super().residual(a, side)
+
+    with pytest.raises(UnitError, match="has a residual of its own"):
+        build([rd.Duplicate(), Doubled(nn.Linear(3, 3)), rd.Fuse()])
