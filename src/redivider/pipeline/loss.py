@@ -32,6 +32,7 @@ class Loss:
         self.module = function if isinstance(function, nn.Module) else _Function(function)
         self._index = index
         self._seed = seed
+        self._moves = False  # buffers that a state brought, whether or not it has run since
 
     def hang_in(self, stage: Stage) -> None:
         """Let the last stage own the loss's parameters."""
@@ -47,13 +48,17 @@ class Loss:
         """Its weights, and their gradients summed so far."""
         gradients = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
         state = {"weights": self.module.state_dict(), "gradients": gradients}
-        if changes_buffers(self.module):
-            state["buffers"] = unsaved_buffers(self.module)
+        moving = (
+            unsaved_buffers(self.module) if self._moves or changes_buffers(self.module) else None
+        )
+        if moving:
+            state["buffers"] = moving
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from such a state."""
         self.module.load_state_dict(state["weights"])
+        self._moves = "buffers" in state
         load_unsaved(self.module, state.get("buffers", {}))
         for name, parameter in self.module.named_parameters():
             parameter.grad = state["gradients"].get(name)

@@ -113,6 +113,7 @@ class Unit:
         self.weights = Weights(parameters, stashes=stashes)
         self.kept: dict[int, Kept] = {}
         self._draws: bool | None = None  # random numbers; not known before it has run
+        self._moves = False  # buffers that a state brought, whether or not it has run since
         self.ring: Ring | None = None
         """Where inputs are kept in a captured tick, if they are."""
         self.widen = widen
@@ -267,8 +268,9 @@ class Unit:
             for n, each in self.kept.items()
         }
         state = {"weights": self.module.state_dict(), "gradients": gradients, "kept": kept}
-        if self.changes_buffers:
-            state["buffers"] = unsaved_buffers(self.module)
+        moving = unsaved_buffers(self.module) if self._moves or self.changes_buffers else None
+        if moving:
+            state["buffers"] = moving
         if self.weights.stash:
             state["stash"] = self.weights.stash.state_dict()
         return state
@@ -278,6 +280,7 @@ class Unit:
     ) -> None:
         """Continue from a state; `sides` are the keywords of the micro-batches in flight."""
         self.module.load_state_dict(state["weights"])
+        self._moves = "buffers" in state
         load_unsaved(self.module, state.get("buffers", {}))
         for name, parameter in self.module.named_parameters():
             parameter.grad = state["gradients"].get(name)
