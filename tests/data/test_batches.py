@@ -1,5 +1,6 @@
 """Batches one after another: made several at once, each as it is alone."""
 
+import weakref
 from itertools import islice
 
 import pytest
@@ -74,6 +75,17 @@ def test_a_batch_keeps_no_other(make, monkeypatch):
     for each in islice(make(2, train=True).since(0), 9):
         for tensor in each:
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("together", [1, 2**21])
+def test_a_batch_is_not_kept_when_it_is_given_away(together, monkeypatch):
+    monkeypatch.setitem(module.TOGETHER, "cpu", together)
+    visits = make_images().batches(2, train=True).since(0)
+    for _ in range(5):
+        x, y = next(visits)
+        kept = [weakref.ref(x), weakref.ref(y)]
+        del x, y
+        assert [each() for each in kept] == [None, None]
 
 
 def test_no_more_are_made_at_once_than_memory_is_meant_for(monkeypatch):

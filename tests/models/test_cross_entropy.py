@@ -104,6 +104,12 @@ def test_one_autocast_region_around_many_losses_collects_nothing():
     assert held == [held[0]] * 4
 
 
+def test_shapes_on_the_meta_device():
+    head = nn.Linear(5, 11, device="meta")
+    x, targets = torch.empty(3, 7, 5, device="meta"), torch.empty(3, 7, device="meta").long()
+    assert rd.ChunkedCrossEntropy(head)(x, targets).shape == ()
+
+
 def test_without_grad_nothing_is_computed_for_it():
     head, x, targets = setting(tokens=(4, 16))
     loss = rd.ChunkedCrossEntropy(head, chunk=16)

@@ -105,6 +105,10 @@ def test_a_view_of_a_buffer_that_is_filled_again_is_refused():
             filled[0].copy_(x)
             filled[1].copy_(2 * x)
             pipe.step((filled[0], filled[1]), torch.zeros(5, 6))
+    wide, pipe = torch.empty(5, 9), build(network(lambda: nn.Linear(6, 6)))
+    for x, target in batches(9):
+        wide[:, 2:5] = x
+        pipe.step(wide[:, 2:5], target)  # has gaps, so that a copy is in flight
 
 
 class Scaled(nn.Module):
@@ -207,6 +211,39 @@ def test_buffers_that_are_not_persistent_are_in_the_state(on_disk, tmp_path):
     assert torch.equal(weights(one), weights(other))
 
 
+class Cached(nn.Module):
+    """Its table grows, or is made when it is first asked for, and moves."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.register_buffer("table", first, persistent=False)
+
+    def forward(self, x):
+        old = torch.zeros(0) if self.table is None else self.table
+        self.table = torch.cat([old, old.new_ones(1)])
+        return self.inner(x) / self.table.sum()
+
+
+@pytest.mark.parametrize("first", [None, torch.ones(2)], ids=["none", "short"])
+def test_buffers_of_other_sizes_are_put_back(first):
+    one, other = (network(lambda: Cached(first)) for _ in range(2))
+    pipe, fresh = build(one), build(other)
+    begin = pipe.state_dict()  # of units that have not run
+    losses = [pipe.step(*batch).loss for batch in batches(12)]
+    fresh.load_state_dict(pipe.state_dict())
+    for batch in batches(12, seed=2):
+        assert torch.equal(pipe.step(*batch).loss, fresh.step(*batch).loss)
+    if first is not None:
+        pipe.load_state_dict(begin)
+        again = [pipe.step(*batch).loss for batch in batches(12)]
+        assert [each and each.item() for each in again] == [each and each.item() for each in losses]
+    state = pipe.state_dict()
+    state["units"]["2"]["buffers"]["f.other"] = torch.zeros(1)
+    with pytest.raises(StateError, match=r"Coupling\(Cached\) is another.*no buffer 'f.other'"):
+        fresh.load_state_dict(state)
+
+
 @pytest.mark.parametrize("change", ["zero", "freeze"])
 def test_look_ahead_sees_weights_that_somebody_changed(change):
     """Between two updates, where nothing that the pipeline counts has changed."""
@@ -298,6 +335,34 @@ def test_a_dictionary_that_is_more_than_one_is_not_saved_as_one(tmp_path):
     pipe.save(tmp_path / "state")
 
 
+def test_a_probe_sees_through_torchs_checkpoint():
+    found = []
+    for again in (False, True):
+        pipe = build(network(lambda again=again: Perceptron(again)), method="petra")
+        probe = pipe.probe(every=1)
+        for x, target in batches(30):
+            pipe.step(x, target)
+        found.append([(each.stage, each.cosine_to_delayed) for each in probe.take()])
+    assert found[0] and found[0] == found[1]
+
+
+def test_weights_of_few_bits_may_be_in_a_stage():
+    class Few(nn.Module):
+        def __init__(self):
+            super().__init__()
+            few = torch.randn(6, 6).to(torch.float8_e4m3fn)
+            self.few = nn.Parameter(few, requires_grad=False)
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.inner(x @ self.few.float())
+
+    pipe = build(network(Few), stages=3, clip_norm=1.0)
+    for x, target in batches(9):
+        pipe.step(x, target)
+    assert {stage.norm.dtype for stage in pipe.stages} == {torch.float32}
+
+
 def test_what_is_frozen_does_not_move_by_graphs_that_were_made_before():
     for method in METHODS:
         units = network(lambda: nn.Linear(6, 6))
@@ -351,5 +416,10 @@ def test_units_by_name_and_units_that_are_none():
         def residual(self, a, side):
             return 2 * super().residual(a, side)
 
-    with pytest.raises(UnitError, match="has a residual of its own"):
-        build([rd.Duplicate(), Doubled(nn.Linear(3, 3)), rd.Fuse()])
+    doubled = nn.ModuleList([rd.Duplicate(), Doubled(nn.Linear(3, 3)), rd.Fuse()])
+    with pytest.raises(TypeError, match="has a residual of its own"):
+        build(doubled)
+    for names in (("a.b", "a"), ("a", "a.b"), (1, "1")):
+        wrong = {name: nn.Linear(3, 3) for name in names}
+        with pytest.raises(ValueError, match=r"cannot be called 'a\.b'|called '1'"):
+            rd.Pipeline(wrong, stages=2, loss=F.mse_loss, optimizer=lambda stage: None)

@@ -95,11 +95,14 @@ class Encode(nn.Module):
 
 
 @replaying
+@pytest.mark.parametrize("whole", [True, False], ids=["all", "a part"])
+@pytest.mark.parametrize("fuse", [[rd.Fuse()], [rd.Fuse("second")]], ids=["both", "second"])
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
-def test_in_evaluation_the_first_run_goes_the_way_of_the_second(backward):
+def test_in_evaluation_the_first_run_goes_the_way_of_the_second(fuse, whole, backward):
     torch.manual_seed(0)
     couplings = [rd.Coupling(Encode(), takes=("pad",)) for _ in range(2)]
-    chain = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse()], backward=backward).double().eval()
+    chain = rd.Chain([rd.Duplicate(), *couplings, *fuse], backward=backward).double()
+    (chain.eval() if whole else chain[1].f.encoder.eval())
     plain = copy.deepcopy(chain)
     pad = torch.zeros(3, 6, dtype=torch.bool)
     pad[:2, 4:] = True

@@ -99,12 +99,14 @@ class Batches(ABC):
         for epoch, same in groupby(spans, key=lambda span: span.epoch):
             while together := list(islice(same, num)):
                 first = together[0].start
-                x, y = self._take(Span(epoch, first, together[-1].stop))
+                made = [self._take(Span(epoch, first, together[-1].stop))]
                 if len(together) == 1:
-                    yield x, y
-                    num = max(1, most // (x[0].numel() * self.batch_size))
+                    num = max(1, most // (made[0][0][0].numel() * self.batch_size))
+                    yield made.pop()  # and do not keep it here
                     continue
+                x, y = made.pop()
                 for span in together:
                     here = slice(span.start - first, span.stop - first)
                     # Copies: who keeps a batch shall not keep its neighbours.
                     yield x[here].clone(), y[here].clone()
+                del x, y  # before there are more

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redivider.replay.autocast import is_autocast_enabled
+
 
 class ChunkedCrossEntropy(nn.Module):
     """The mean cross-entropy of a linear head: equal to `F.cross_entropy(head(x), targets)`.
@@ -145,10 +147,10 @@ def _sum_losses(x: Tensor, head: list[Tensor | None], targets: Tensor, ignore_in
 
 def _cast(head: list[Tensor | None]) -> list[Tensor | None]:
     """As autocast would, once for all chunks, and without leaving casts of leaves in its cache."""
-    kind = next(each for each in head if each is not None).device.type
-    if not torch.is_autocast_enabled(kind):
+    device = next(each for each in head if each is not None).device
+    if not is_autocast_enabled(device):
         return head
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device.type)
     with torch.enable_grad():
         return [
             each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in head

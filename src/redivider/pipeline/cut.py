@@ -6,7 +6,7 @@ the same costs always give the same cut.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -39,12 +39,9 @@ def units_of(model: Any) -> dict[str, nn.Module]:
             raise ValueError(f"units() gives modules that the model does not hold: {strangers}")
         named = {names[id(unit)]: unit for unit in units}
     else:
-        named = dict(model) if isinstance(model, Mapping) else dict(enumerate(model))
-        named = {str(name): unit for name, unit in named.items()}
-        units = list(named.values())
-        for name, unit in named.items():
-            if not isinstance(unit, nn.Module):
-                raise TypeError(f"unit {name} must be a torch.nn.Module, got {type(unit).__name__}")
+        chain = Chain(model)  # which knows what units, and their names, may be
+        units = list(chain)
+        named = dict(zip(chain._modules, units, strict=True))
     if len(named) != len({id(unit) for unit in units}) or len(named) != len(units):
         raise ValueError("a unit occurs twice; in a pipeline every unit has one place")
     return named

@@ -21,10 +21,13 @@ def dense(tree: Any) -> Any:
     return tree_map_only(Tensor, _dense, tree)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it has no gaps, and no number twice."""
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+
+
 def _dense(tensor: Tensor) -> Tensor:
-    if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
-        return tensor
-    return tensor.clone()
+    return tensor if is_dense(tensor) else tensor.clone()
 
 
 def order_of(tensor: Tensor) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from redivider.errors import ChangedError
+from redivider.pipeline.dense import is_dense
 from redivider.tree import tensors_of
 
 
@@ -37,7 +38,7 @@ class Given:
 
     def __init__(self) -> None:
         # Nobody but the caller can change them, so they are not held for that. What they are views
-        # of may outlive them.
+        # of may outlive them; where there are gaps, a copy is in flight.
         self._inputs: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
         self._targets: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
 
@@ -45,7 +46,7 @@ class Given:
         """Remember what they are like now."""
         for noted, value in ((self._inputs, inputs), (self._targets, target)):
             found = tensors_of(value)
-            found = [*found, *(e._base for e in found if e._base is not None)]
+            found += [e._base for e in found if e._base is not None and is_dense(e)]
             noted[microbatch] = [(weakref.ref(e), e._version) for e in found]
 
     def forget(self) -> None:

@@ -14,7 +14,7 @@ from redivider.pipeline.gradients import accumulate, may_need
 from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.unit import Flow
 from redivider.replay import Call, GraphRun, Record
-from redivider.replay.buffers import changes_buffers, load_unsaved, unsaved_buffers
+from redivider.replay.buffers import load_unsaved, unsaved_buffers
 from redivider.replay.random import Seeded
 from redivider.tree import tensors_of
 
@@ -32,7 +32,6 @@ class Loss:
         self.module = function if isinstance(function, nn.Module) else _Function(function)
         self._index = index
         self._seed = seed
-        self._moves = False  # buffers that a state brought, whether or not it has run since
 
     def hang_in(self, stage: Stage) -> None:
         """Let the last stage own the loss's parameters."""
@@ -48,9 +47,7 @@ class Loss:
         """Its weights, and their gradients summed so far."""
         gradients = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
         state = {"weights": self.module.state_dict(), "gradients": gradients}
-        moving = (
-            unsaved_buffers(self.module) if self._moves or changes_buffers(self.module) else None
-        )
+        moving = unsaved_buffers(self.module, self.module)
         if moving:
             state["buffers"] = moving
         return state
@@ -58,7 +55,6 @@ class Loss:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from such a state."""
         self.module.load_state_dict(state["weights"])
-        self._moves = "buffers" in state
         load_unsaved(self.module, state.get("buffers", {}))
         for name, parameter in self.module.named_parameters():
             parameter.grad = state["gradients"].get(name)

@@ -102,8 +102,6 @@ def verify_hooks(name: str, module: nn.Module) -> None:
             raise UnitError(f"{name}: has hooks, which a pipeline would not call; give them to f")
         if type(module).forward is not Coupling.forward:
             raise UnitError(f"{name}: has a forward of its own, which a pipeline would not call")
-        if type(module).residual is not Coupling.residual:
-            raise UnitError(f"{name}: has a residual of its own, which a pipeline would not call")
 
 
 def verify_unshared(

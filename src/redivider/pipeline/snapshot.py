@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_map_only
 from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.state import StateError
 from redivider.replay.autocast import Autocast
+from redivider.replay.buffers import places_of_buffers
 
 FORMAT = "redivider pipeline 3"
 
@@ -63,13 +64,15 @@ def verify_snapshot(pipe: Any, state: Any) -> None:
     for name, unit in pipe._units.items():
         if name not in state["units"]:
             raise StateError(f"{unit.name} is not in the state: it is that of another process")
-        _verify_weights(unit.name, unit.module, state["units"][name]["weights"])
+        _verify_weights(unit.name, unit.module, state["units"][name])
     if pipe._ends_here:
-        _verify_weights("the loss", pipe._loss.module, state["loss"]["weights"])
+        _verify_weights("the loss", pipe._loss.module, state["loss"])
 
 
-def _verify_weights(name: str, module: nn.Module, saved: dict[str, Any]) -> None:
-    mine, other = _looks(module.state_dict()), _looks(saved)
+def _verify_weights(name: str, module: nn.Module, state: dict[str, Any]) -> None:
+    for each in state.get("buffers", {}).keys() - places_of_buffers(module).keys():
+        raise StateError(f"{name} is another in the state: it has no buffer {each!r} here")
+    mine, other = _looks(module.state_dict()), _looks(state["weights"])
     if mine != other:
         differ = [each for each in (*mine, *other) if mine.get(each) != other.get(each)]
         here, there = (each.get(differ[0], "not there") for each in (mine, other))

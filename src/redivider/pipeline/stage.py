@@ -115,7 +115,8 @@ class Stage:
         self.num_pending = 0
         """Backward passes since the last update."""
         parameters: list[Tensor] = [*self.module.parameters()] or [torch.empty(0)]
-        dtype = reduce(torch.promote_types, {each.dtype for each in parameters})
+        kinds = {each.dtype for each in parameters if each.requires_grad} or {torch.float32}
+        dtype = reduce(torch.promote_types, kinds)
         self.norm = torch.zeros((), dtype=dtype, device=parameters[0].device)
         """Of the gradient at the last update, before clipping."""
         self.compiled_update: CompiledUpdate | None = None

@@ -113,7 +113,6 @@ class Unit:
         self.weights = Weights(parameters, stashes=stashes)
         self.kept: dict[int, Kept] = {}
         self._draws: bool | None = None  # random numbers; not known before it has run
-        self._moves = False  # buffers that a state brought, whether or not it has run since
         self.ring: Ring | None = None
         """Where inputs are kept in a captured tick, if they are."""
         self.widen = widen
@@ -236,8 +235,11 @@ class Unit:
             a, b = flow.value
             output = (self._sound(self.arithmetic.add(b, output), output), a)
 
+        leaves = kept.run.leaves
+
         def pull(grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-            return self._pull(kept, Flow(None), grads, side)[1:]
+            with call.holding(leaves):
+                return self._pull(kept, Flow(None), grads, side)[1:]
 
         return Flow(output, flow.dtype if self.is_coupling else None), pull
 
@@ -268,7 +270,7 @@ class Unit:
             for n, each in self.kept.items()
         }
         state = {"weights": self.module.state_dict(), "gradients": gradients, "kept": kept}
-        moving = unsaved_buffers(self.module) if self._moves or self.changes_buffers else None
+        moving = unsaved_buffers(self.module, self._inner)
         if moving:
             state["buffers"] = moving
         if self.weights.stash:
@@ -280,7 +282,6 @@ class Unit:
     ) -> None:
         """Continue from a state; `sides` are the keywords of the micro-batches in flight."""
         self.module.load_state_dict(state["weights"])
-        self._moves = "buffers" in state
         load_unsaved(self.module, state.get("buffers", {}))
         for name, parameter in self.module.named_parameters():
             parameter.grad = state["gradients"].get(name)

@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.backends import mha
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from redivider.errors import UnitError
@@ -81,13 +82,11 @@ class Call:
 
         Its own weights are those in `tensors`, unless these are said to be others.
         Where a graph is built, it is dropped before this returns. It makes the run take the same
-        kernels as the second one, and shows at the first call what the module depends on. In
-        evaluation mode modules may take other ways where there is none: torch's TransformerEncoder.
+        kernels as the second one, and shows at the first call what the module depends on.
         """
         # A compiled module draws other random numbers than a plain one, so its first run must be
         # compiled as well; what it depends on is verified in the second.
-        is_known = self.is_compiled or self.module in _verified
-        if with_graph or not (is_known and self.module.training):
+        if with_graph or not (self.is_compiled or self.module in _verified):
             needs = [each.requires_grad for each in tensors]
             # Nobody outside is to count on this graph: hooks of the caller's stay out of it.
             with saved_tensors_hooks(_keep, _keep):
@@ -97,7 +96,7 @@ class Call:
             _verify_unsharded(self.modules)
         record = self._new(record, tensors)
         versions = [each._version for each in tensors]
-        with _one_at_a_time, record.first(), torch.no_grad(), uncached_casts():
+        with _one_at_a_time, record.first(), torch.no_grad(), uncached_casts(), _one_way():
             if other_weights:
                 output = self._run(tensors, self.module)
             else:
@@ -108,7 +107,7 @@ class Call:
 
     def run_plainly(self, tensors: Sequence[Tensor]) -> Any:
         """Run the module on these tensors, and see to nothing else."""
-        with _one_at_a_time, uncached_casts():
+        with _one_at_a_time, uncached_casts(), _one_way():
             return self._run(tensors, self.module)
 
     def only_run(
@@ -122,6 +121,7 @@ class Call:
             record.first(),
             torch.enable_grad(),
             uncached_casts(),
+            _one_way(),
             _explaining_writes(),
         ):
             leaves = self._leaves(tensors, needs)
@@ -144,7 +144,7 @@ class Call:
 
         Given `run`, that is called with the arguments, and runs the module with more around it.
         """
-        with _one_at_a_time, record.again(), torch.enable_grad():
+        with _one_at_a_time, record.again(), torch.enable_grad(), _one_way():
             leaves = self._leaves(tensors, needs)
             output = self._run(leaves, run or self.module)
         _verify_leaves(output, leaves)
@@ -243,6 +243,21 @@ def _detached(tree: Any) -> Any:
 
 def _keep(tensor: Tensor) -> Tensor:
     return tensor.detach()  # itself, an output would keep its own graph alive
+
+
+@contextmanager
+def _one_way() -> Iterator[None]:
+    """Compute alike with and without a graph.
+
+    In evaluation mode torch's TransformerEncoder takes a way of its own where there is none, on
+    which what is padded becomes zero.
+    """
+    before = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(before)
 
 
 @contextmanager

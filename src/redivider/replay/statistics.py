@@ -25,9 +25,10 @@ def counting_layers(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [
         layer
         for layer in modules
-        if isinstance(layer, NORMS)
+        if "running_mean" in layer._buffers  # which rules out most, at once
         and layer.training
-        and layer._buffers.get("running_mean") is not None
+        and isinstance(layer, NORMS)
+        and layer.running_mean is not None
     ]
 
 
