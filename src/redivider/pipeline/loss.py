@@ -13,8 +13,8 @@ from redivider.pipeline.apart import apart
 from redivider.pipeline.gradients import accumulate, may_need
 from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.unit import Flow
+from redivider.pipeline.unsaved import load_unsaved, unsaved_buffers
 from redivider.replay import Call, GraphRun, Record
-from redivider.replay.buffers import load_unsaved, unsaved_buffers
 from redivider.replay.random import Seeded
 from redivider.tree import tensors_of
 

@@ -7,8 +7,8 @@ from torch.utils._pytree import tree_map_only
 
 from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.state import StateError
+from redivider.pipeline.unsaved import places_of_buffers
 from redivider.replay.autocast import Autocast
-from redivider.replay.buffers import places_of_buffers
 
 FORMAT = "redivider pipeline 3"
 

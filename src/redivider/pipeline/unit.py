@@ -27,9 +27,11 @@ from redivider.pipeline.gradients import accumulate, may_need, widen
 from redivider.pipeline.lookahead import Prediction
 from redivider.pipeline.memory import Method, Version
 from redivider.pipeline.ring import Ring
+from redivider.pipeline.unsaved import load_unsaved, unsaved_buffers
 from redivider.pipeline.weights import Weights
 from redivider.replay import Call, GraphRun, Record
-from redivider.replay.buffers import changes_buffers, load_unsaved, unsaved_buffers
+from redivider.replay.buffers import changes_buffers
+from redivider.replay.copies import buffers_to_spend
 from redivider.replay.random import Seeded
 from redivider.replay.statistics import statistics_untouched
 from redivider.row import Keep, prepare_streams
@@ -191,16 +193,9 @@ class Unit:
 
     def _try(self, call: Call, tensors: Sequence[Tensor], microbatch: int) -> None:
         """Run the unit for nothing: on copies of its buffers, and with its random numbers."""
-        own = [(each, dict(each._buffers)) for each in call.modules if each._buffers]
-        for each, buffers in own:
-            each._buffers.update({k: v if v is None else v.clone() for k, v in buffers.items()})
-        try:
-            with self._randomness(microbatch, tensors[0].device).again(), torch.no_grad():
-                call.run_plainly(tensors)
-        finally:
-            for each, buffers in own:
-                each._buffers.clear()
-                each._buffers.update(buffers)
+        randomness = self._randomness(microbatch, tensors[0].device)
+        with buffers_to_spend(call.modules), randomness.again(), torch.no_grad():
+            call.run_plainly(tensors)
 
     def _run_forward(
         self, call: Call, tensors: Sequence[Tensor], argument: Any, kept: Kept, *, others: bool

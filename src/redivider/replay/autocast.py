@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from redivider.replay.switch import switched_off
+
 
 class Autocast:
     """The autocast settings around a run, for its device and the CPU.
@@ -46,19 +48,13 @@ class Autocast:
         return stack
 
 
-@contextmanager
-def uncached_casts() -> Iterator[None]:
+def uncached_casts() -> AbstractContextManager[None]:
     """Keep the casts of weights made here out of autocast's cache.
 
     A run works on stand-ins of the weights, new ones each time: nobody would ask for their casts
     again, and the caller's region, which may last for many steps, would collect them.
     """
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
+    return switched_off(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
 
 
 @contextmanager

@@ -97,35 +97,9 @@ def changes_buffers(module: nn.Module) -> bool:
     return any(_learned.get(module, {}).values())
 
 
-def unsaved_buffers(module: nn.Module, inner: nn.Module) -> dict[str, Tensor]:
-    """The buffers that its state_dict leaves out, unless `inner`, which runs, leaves them alone."""
-    known = _learned.get(inner)
-    if known and not any(known.values()):
-        return {}
-    saved = module.state_dict().keys()
-    return {name: each for name, each in module.named_buffers() if name not in saved}
-
-
-def places_of_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The module that has a buffer, and its name there; also of those that are None for now."""
-    return {
-        f"{path}.{name}" if path else name: (each, name)
-        for path, each in module.named_modules()
-        for name in each._buffers
-    }
-
-
-@torch.no_grad()
-def load_unsaved(module: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Put such buffers back, whatever has come to be in their place."""
-    places = places_of_buffers(module) if saved else {}
-    for path, value in saved.items():
-        holder, name = places[path]
-        now = holder._buffers[name]
-        if now is None or (now.shape, now.dtype) != (value.shape, value.dtype):
-            holder._buffers[name] = value
-        else:
-            now.copy_(value)
+def leaves_buffers_alone(module: nn.Module) -> bool:
+    """Whether a module is known to; one that has not run is not."""
+    return bool(_learned.get(module)) and not changes_buffers(module)
 
 
 def _is_written(buffer: Tensor, version: int) -> bool:

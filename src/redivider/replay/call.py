@@ -22,6 +22,7 @@ from redivider.replay.anatomy import Anatomy
 from redivider.replay.autocast import uncached_casts
 from redivider.replay.compiled_node import Root, call_node, find_compiled_node
 from redivider.replay.record import Record
+from redivider.replay.switch import switched_off
 from redivider.replay.weights import count_fused_steps
 from redivider.tree import tensors_of
 
@@ -245,19 +246,13 @@ def _keep(tensor: Tensor) -> Tensor:
     return tensor.detach()  # itself, an output would keep its own graph alive
 
 
-@contextmanager
-def _one_way() -> Iterator[None]:
+def _one_way() -> AbstractContextManager[None]:
     """Compute alike with and without a graph.
 
     In evaluation mode torch's TransformerEncoder takes a way of its own where there is none, on
     which what is padded becomes zero.
     """
-    before = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        mha.set_fastpath_enabled(before)
+    return switched_off(mha.get_fastpath_enabled, mha.set_fastpath_enabled)
 
 
 @contextmanager

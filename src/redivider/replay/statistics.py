@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from redivider.replay.copies import buffers_to_spend
+
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMS = BATCH_NORMS + INSTANCE_NORMS
@@ -46,18 +48,14 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> AbstractContextManager
 @contextmanager
 def _untouched(layers: Sequence[nn.Module]) -> Iterator[None]:
     flags = [(each, each.track_running_stats) for each in layers if _heeds(each)]
-    real = [(each, dict(each._buffers)) for each in layers if not _heeds(each)]
     for layer, _ in flags:
         layer.track_running_stats = False  # type: ignore[assignment]
-    for layer, buffers in real:  # these get copies to spend
-        layer._buffers.update({k: v if v is None else v.clone() for k, v in buffers.items()})
     try:
-        yield
+        with buffers_to_spend([each for each in layers if not _heeds(each)]):
+            yield
     finally:
         for layer, flag in flags:
             layer.track_running_stats = flag
-        for layer, buffers in real:
-            layer._buffers.update(buffers)
 
 
 def statistics_counted(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
