@@ -106,7 +106,7 @@ def main() -> None:
             report(
                 f"500 x 375 JPEG to 224 x 224, {mode}",
                 16,
-                lambda t=train: folder.batches(16, train=t, **place),
+                lambda t=train: folder.batches(16, train=t, num_workers=0, **place),
             )
 
 

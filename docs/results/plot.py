@@ -94,28 +94,57 @@ def draw_short(rows: list[Row]) -> None:
     save(figure, "short")
 
 
-def draw_curves(name: str, against: str, line: tuple[float, str | None] | None = None) -> None:
-    """Accuracies or losses of a file's runs over epochs or seconds, and a line to compare with."""
+def draw_curves(name: str, line: tuple[float, str] | None = None) -> None:
+    """Accuracies or losses of a file's runs over epochs, and a line to compare with."""
     figure, axis = plt.subplots(figsize=(8, 3.4))
     rows = [row for row in read(name) if "-lr-" not in row["run"]]
     is_loss = rows[0]["metric"] == "loss"
     for row in sorted(rows, key=lambda row: float(row["last"]), reverse=True):
-        epochs, seconds, scores = zip(*row["curve"], strict=True)
-        at = epochs if against == "epochs" else seconds
+        epochs, _, scores = zip(*row["curve"], strict=True)
         label = f"{row['run']} {row['last']:.2f}" if is_loss else f"{row['run']} {percent(row):.1f}"
         shown = scores if is_loss else [100 * each for each in scores]
-        axis.plot(at, shown, label=label, linewidth=1.2)
+        axis.plot(epochs, shown, label=label, linewidth=1.2)
     if line is not None:
         height, said = line
         axis.axhline(height, color="tab:gray", linestyle=":", linewidth=1, label=said)
     if is_loss:
-        axis.set(xlabel=against, ylabel="test loss (nats a byte)", ylim=(2, 4.5))
+        axis.set(xlabel="epochs", ylabel="test loss (nats a byte)", ylim=(2, 4.5))
     else:
-        axis.set(xlabel=against, ylabel="test accuracy (%)")
+        axis.set(xlabel="epochs", ylabel="test accuracy (%)")
     if max(axis.get_xlim()) > 5:
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, name)
+
+
+def draw_race(rows: list[Row]) -> None:
+    """Accuracy against wall time: colours by method, lines by micro-batch, compiled ones apart."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True)
+    colours = {"store": "tab:gray", "reverse": "tab:green", "petra": "tab:blue"}
+    lines = {16: ":", 64: "-", 128: "--"}
+    by_time = sorted(rows, key=lambda row: row["seconds to 90 %"] or float("inf"))
+    for axis, title in zip(axes, ("not compiled", "compiled"), strict=True):
+        for row in by_time:
+            if row["run"].endswith("-compiled") != (title == "compiled"):
+                continue
+            _, seconds, scores = zip(*row["curve"], strict=True)
+            num_stages = row.get("stages") or NUM_STAGES
+            is_petra = row["method"] == "petra"
+            what = row["method"] + (f", {num_stages} stages" if is_petra else "")
+            when = f"{row['seconds to 90 %']:.1f} s" if row["seconds to 90 %"] else "never"
+            axis.plot(
+                seconds,
+                [100 * each for each in scores],
+                lines[row["microbatch"]],
+                color="tab:orange" if is_petra and num_stages > 2 else colours[row["method"]],
+                linewidth=1.2,
+                label=f"{what}, {row['microbatch']}: {when}",
+            )
+        axis.axhline(90, color="black", linewidth=0.6)
+        axis.set(xlabel="seconds", xlim=(0, 100), ylim=(55, 93), title=title)
+        axis.legend(fontsize=8, loc="lower right", title="micro-batch: to 90 %", title_fontsize=8)
+    axes[0].set_ylabel("test accuracy (%)")
+    save(figure, "race")
 
 
 def draw_limits(rows: list[Row]) -> None:
@@ -207,10 +236,10 @@ if __name__ == "__main__":
     draw_short(read("short"))
     draw_quality(read("short"))
     draw_overlap(read("overlap"))
-    draw_curves("revnet18", against="epochs", line=(94.9, "published, both"))
-    draw_curves("revnet34", against="epochs")
-    draw_curves("revnet50", against="epochs")
-    draw_curves("vit", against="epochs")
-    draw_curves("gpt", against="epochs")
-    draw_curves("race", against="seconds", line=(90, None))
+    draw_curves("revnet18", line=(94.9, "published, both"))
+    draw_curves("revnet34")
+    draw_curves("revnet50")
+    draw_curves("vit")
+    draw_curves("gpt")
+    draw_race(read("race"))
     draw_limits(read("limits"))

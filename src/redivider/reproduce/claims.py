@@ -89,16 +89,18 @@ def _transformers() -> Iterator[Claim]:
     # 26 stages: the first gradients are 50 micro-batches late. What helps against that (fewer
     # stages, lower rates where gradients are later, a momentum that adds less to it) was tried on
     # smaller networks.
-    careful = {"lr_by_delay": True, "betas": (0.5, 0.95)}
+    betas = {"betas": (0.5, 0.95)}
+    careful = {"lr_by_delay": True, **betas}
     few: dict[str, Any] = {"method": "petra", "microbatch": 16, "accumulate": 8}
-    same = {"method": "store", "betas": careful["betas"]}
+    fewest = {**few, "microbatch": 4, "accumulate": 32, "stages": 8}
     images = {
         **backprop,
-        "store-betas": same,
+        "store-betas": {"method": "store", **betas},
         "petra": few,
         "petra-by-delay": {**few, **careful},
         "petra-8-stages": {**few, **careful, "stages": 8},
-        "petra-4x32-8-stages": {**few, "microbatch": 4, "accumulate": 32, **careful, "stages": 8},
+        "petra-4x32-8-stages": {**fewest, **careful},
+        "petra-4x32-8-stages-plain": fewest,
     }
     yield Claim(
         "vit",
@@ -108,15 +110,17 @@ def _transformers() -> Iterator[Claim]:
             for name, changes in images.items()
         ),
     )
-    fewer: dict[str, Any] = {"method": "petra", "microbatch": 2, "accumulate": 16}
+    fewer = {**few, "microbatch": 2, "accumulate": 16}
+    fewest = {**fewest, "microbatch": 1}
     texts = {
         **backprop,
-        "store-betas": same,
+        "store-betas": {"method": "store", **betas},
         "petra": {"method": "petra"},
         "petra-2x16": fewer,
         "petra-2x16-by-delay": {**fewer, **careful},
         "petra-2x16-8-stages": {**fewer, **careful, "stages": 8},
-        "petra-1x32-8-stages": {**fewer, "microbatch": 1, "accumulate": 32, **careful, "stages": 8},
+        "petra-1x32-8-stages": {**fewest, **careful},
+        "petra-1x32-8-stages-plain": fewest,
     }
     yield Claim(
         "gpt",
