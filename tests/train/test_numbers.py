@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from data.archives import write_cifar
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from redivider.data import load
 from redivider.train import clock, loop
@@ -104,6 +105,48 @@ def test_bf16_computes_in_bf16():
             hook.remove()
             assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float32}
             seen.clear()
+
+
+class Casts(TorchDispatchMode):
+    """Counts how often tensors at some places in memory are cast to bf16."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.nums = {each.data_ptr(): 0 for each in tensors}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16:
+            if args[0].data_ptr() in self.nums:
+                self.nums[args[0].data_ptr()] += 1
+        return func(*args, **kwargs)
+
+
+def test_bf16_casts_the_weights_once_an_update():
+    engine = build(recipe(method="store", precision="bf16", accumulate=3, schedule="constant"))
+    model = small.model()
+    optimizer = torch.optim.SGD(
+        small.groups(model.parameters()), lr=0.05, momentum=0.9, nesterov=True
+    )
+    batches = [engine.task.train[step] for step in range(9)]
+    for start in range(0, 9, 3):
+        before = [each.clone() for each in engine.task.model.parameters()]
+        with Casts(engine.task.model.parameters()) as casts:
+            for x, y in batches[start : start + 3]:
+                engine.step(x, y)
+        assert set(casts.nums.values()) == {0, 1}  # norms are not cast
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = (
+            engine._optimizer.param_groups[0]["lr"]
+        )
+        optimizer.zero_grad()
+        for x, y in batches[start : start + 3]:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            (loss / 3).backward()
+        optimizer.step()
+        pairs = [*zip(engine.task.model.parameters(), model.parameters(), strict=True)]
+        assert all(torch.equal(one, other) for one, other in pairs)
+        assert not any(map(torch.equal, before, model.parameters()))
 
 
 def test_seeds_reach_weights_order_and_text(tmp_path):

@@ -182,17 +182,28 @@ class BackpropEngine(Engine):
     def _update(self, *inputs: Tensor) -> tuple[list[Tensor], list[Tensor] | None]:
         losses, corrects = [], []
         self._optimizer.zero_grad()
-        for x, y in zip(inputs[::2], inputs[1::2], strict=True):
-            with self._autocast():
-                found = self.task.loss(self.task.body(x), y)
-            loss, correct = found if isinstance(found, tuple) else (found, None)
-            (loss / self.recipe.accumulate).backward()
-            losses.append(loss.detach())
-            corrects += [] if correct is None else [correct]
+        with self._sharing_casts():
+            for x, y in zip(inputs[::2], inputs[1::2], strict=True):
+                with self._autocast():
+                    found = self.task.loss(self.task.body(x), y)
+                loss, correct = found if isinstance(found, tuple) else (found, None)
+                (loss / self.recipe.accumulate).backward()
+                losses.append(loss.detach())
+                corrects += [] if correct is None else [correct]
         if self.recipe.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters, self.recipe.clip_norm)
         self._optimizer.step()
         return losses, corrects or None
+
+    def _sharing_casts(self) -> AbstractContextManager[Any]:
+        """Let all micro-batches of an update use the same casts of the weights.
+
+        Autocast forgets them when the outermost of its contexts ends, be it one that casts or not.
+        Methods that run units again do so on leaves of their own, whose casts would pile up.
+        """
+        if self.recipe.method == "store" and self.recipe.precision == "bf16":
+            return torch.autocast(self.device.type, enabled=False)
+        return nullcontext()
 
 
 class PipelineEngine(Engine):
