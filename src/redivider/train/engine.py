@@ -89,9 +89,9 @@ class Engine(ABC):
         """The trained weights under the names of the model."""
         return self.task.model.state_dict()
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
         if self.recipe.precision == "bf16":
-            return torch.autocast(self.device.type, torch.bfloat16)
+            return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
         return nullcontext()
 
 
@@ -182,7 +182,9 @@ class BackpropEngine(Engine):
     def _update(self, *inputs: Tensor) -> tuple[list[Tensor], list[Tensor] | None]:
         losses, corrects = [], []
         self._optimizer.zero_grad()
-        with self._sharing_casts():
+        # Autocast keeps its casts of weights until the outermost of its contexts ends, be it one
+        # that casts or not: within this one all micro-batches have the same.
+        with self._autocast(enabled=False):
             for x, y in zip(inputs[::2], inputs[1::2], strict=True):
                 with self._autocast():
                     found = self.task.loss(self.task.body(x), y)
@@ -194,16 +196,6 @@ class BackpropEngine(Engine):
             torch.nn.utils.clip_grad_norm_(self._parameters, self.recipe.clip_norm)
         self._optimizer.step()
         return losses, corrects or None
-
-    def _sharing_casts(self) -> AbstractContextManager[Any]:
-        """Let all micro-batches of an update use the same casts of the weights.
-
-        Autocast forgets them when the outermost of its contexts ends, be it one that casts or not.
-        Methods that run units again do so on leaves of their own, whose casts would pile up.
-        """
-        if self.recipe.method == "store" and self.recipe.precision == "bf16":
-            return torch.autocast(self.device.type, enabled=False)
-        return nullcontext()
 
 
 class PipelineEngine(Engine):
