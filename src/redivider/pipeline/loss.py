@@ -11,9 +11,9 @@ from redivider.arithmetic import Arithmetic
 from redivider.errors import UnitError
 from redivider.pipeline.apart import apart
 from redivider.pipeline.gradients import accumulate, may_need
+from redivider.pipeline.saved import load_state, state_of
 from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.unit import Flow
-from redivider.pipeline.unsaved import load_unsaved, unsaved_buffers
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.random import Seeded
 from redivider.tree import tensors_of
@@ -45,19 +45,11 @@ class Loss:
 
     def state_dict(self) -> dict[str, Any]:
         """Its weights, and their gradients summed so far."""
-        gradients = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
-        state = {"weights": self.module.state_dict(), "gradients": gradients}
-        moving = unsaved_buffers(self.module, self.module)
-        if moving:
-            state["buffers"] = moving
-        return state
+        return state_of(self.module, self.module)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from such a state."""
-        self.module.load_state_dict(state["weights"])
-        load_unsaved(self.module, state.get("buffers", {}))
-        for name, parameter in self.module.named_parameters():
-            parameter.grad = state["gradients"].get(name)
+        load_state(self.module, state)
 
     def run(
         self, message: Message, arithmetic: Arithmetic, guard: Callable[[Tensor, int], None]

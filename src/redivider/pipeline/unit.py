@@ -27,7 +27,7 @@ from redivider.pipeline.gradients import accumulate, may_need, widen
 from redivider.pipeline.lookahead import Prediction
 from redivider.pipeline.memory import Method, Version
 from redivider.pipeline.ring import Ring
-from redivider.pipeline.unsaved import load_unsaved, unsaved_buffers
+from redivider.pipeline.saved import load_state, state_of
 from redivider.pipeline.weights import Weights
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.buffers import changes_buffers
@@ -250,11 +250,6 @@ class Unit:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and buffers, gradients summed so far, and what is kept of what is in flight."""
-        gradients = {
-            name: each.grad
-            for name, each in self.module.named_parameters()
-            if each.grad is not None
-        }
         kept = {
             n: {
                 "record": each.record.state_dict(),
@@ -264,10 +259,7 @@ class Unit:
             }
             for n, each in self.kept.items()
         }
-        state = {"weights": self.module.state_dict(), "gradients": gradients, "kept": kept}
-        moving = unsaved_buffers(self.module, self._inner)
-        if moving:
-            state["buffers"] = moving
+        state = state_of(self.module, self._inner) | {"kept": kept}
         if self.weights.stash:
             state["stash"] = self.weights.stash.state_dict()
         return state
@@ -276,10 +268,7 @@ class Unit:
         self, state: dict[str, Any], sides: dict[int, dict[str, Any]], device: torch.device
     ) -> None:
         """Continue from a state; `sides` are the keywords of the micro-batches in flight."""
-        self.module.load_state_dict(state["weights"])
-        load_unsaved(self.module, state.get("buffers", {}))
-        for name, parameter in self.module.named_parameters():
-            parameter.grad = state["gradients"].get(name)
+        load_state(self.module, state)
         if self.weights.stash:
             users = (tuple(each["version"]) for each in state["kept"].values())
             self.weights.stash.load_state_dict(state["stash"], users)
