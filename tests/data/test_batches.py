@@ -1,6 +1,7 @@
 """Batches one after another: made several at once, each as it is alone."""
 
 import weakref
+from collections import deque
 from itertools import islice
 
 import pytest
@@ -86,6 +87,22 @@ def test_a_batch_is_not_kept_when_it_is_given_away(together, monkeypatch):
         kept = [weakref.ref(x), weakref.ref(y)]
         del x, y
         assert [each() for each in kept] == [None, None]
+
+
+def test_those_made_together_are_gone_before_there_are_more(monkeypatch):
+    made = make_images().batches(2, train=True)
+    take, last = made._take, []
+
+    def taken(span):
+        assert [each() for each in last] == [None] * len(last)
+        x, y = take(span)
+        last[:] = weakref.ref(x), weakref.ref(y)
+        return x, y
+
+    monkeypatch.setattr(made, "_take", taken)
+    monkeypatch.setitem(module.TOGETHER, "cpu", 5 * 2 * 3 * 32 * 32)
+    deque(islice(made.since(0), 30), maxlen=0)  # which keeps none
+    assert last
 
 
 def test_no_more_are_made_at_once_than_memory_is_meant_for(monkeypatch):
