@@ -14,7 +14,7 @@ from redivider.train import clock, loop
 from redivider.train.build import build, num_microbatches
 from redivider.train.engine import BackpropEngine
 from redivider.train.loop import train
-from redivider.train.task import Labels
+from redivider.train.task import Labels, make_task
 from train import small
 from train.small import recipe, rows
 
@@ -162,8 +162,9 @@ def test_seeds_reach_weights_order_and_text(tmp_path):
 
 
 @pytest.mark.parametrize("model", ["gpt_nano", "roberta_base"])
-def test_text_is_evaluated_by_its_targets(model, tmp_path):
+def test_text_is_evaluated_by_its_targets(model, tmp_path, monkeypatch):
     """The last window is not full; each target counts once, and the rest not at all."""
+    monkeypatch.setattr("redivider.train.task.TOKENS", 32)  # two windows, and one
     (tmp_path / "input.txt").write_text("some words, and others, and more of them. " * 9 + "end")
     made = recipe(
         data="text",
@@ -172,13 +173,15 @@ def test_text_is_evaluated_by_its_targets(model, tmp_path):
         depths=(),
         model=model,
         model_options={"width": 8, "heads": 2, "depth": 1},
-        microbatch=2,
+        microbatch=1,
         method="store",
     )
     engine = build(made)
     assert isinstance(engine, BackpropEngine)
     network = engine.task.model.eval()
-    x, y = (torch.cat(each) for each in zip(*engine.task.test, strict=True))
+    batches = list(engine.task.test)
+    assert [len(x) for x, _ in batches] == [2, 1]
+    x, y = (torch.cat(each) for each in zip(*batches, strict=True))
     assert (y < 0).any()
     if model == "roberta_base":
         assert (y >= 0).sum(1).tolist() == [2, 2, 1]  # 15 % of 16, 16 and 7
@@ -188,6 +191,26 @@ def test_text_is_evaluated_by_its_targets(model, tmp_path):
     wanted = F.cross_entropy(network(x).flatten(0, 1), y.flatten(), ignore_index=-100)
     assert engine.evaluate().loss == pytest.approx(wanted.item(), rel=1e-5)
     assert engine.task.body.training and engine.task.loss.training
+
+
+@pytest.mark.parametrize(
+    ("microbatch", "context", "num"), [(1, 16, 1024), (2, 1024, 16), (32, 1024, 32), (1, 2**15, 1)]
+)
+def test_text_is_evaluated_many_tokens_at_a_time(microbatch, context, num, tmp_path):
+    (tmp_path / "train.txt").write_text("ab" * 2**15)
+    (tmp_path / "valid.txt").write_text("ba" * 2**15)
+    made = recipe(
+        data="text",
+        data_folder=str(tmp_path),
+        context=context,
+        depths=(),
+        model="gpt_nano",
+        model_options={"width": 8, "heads": 2, "depth": 1},
+        microbatch=microbatch,
+        method="store",
+    )
+    task = make_task(made, torch.device("cpu"))
+    assert len(task.train[0][0]) == microbatch and len(task.test[0][0]) == num
 
 
 def test_labels_are_smooth_in_training_only():

@@ -15,7 +15,8 @@ from redivider.models.language import Language
 from redivider.train.recipe import Recipe
 from redivider.train.torchrun import num_processes
 
-MOST_AT_ONCE = 512  # samples in a batch of an evaluation
+# In a batch of an evaluation, however small those of training are: without a backward they fit.
+IMAGES, TOKENS = 512, 2**14
 MASKED = 0.15  # of the tokens, where a model learns hidden ones
 
 
@@ -124,9 +125,9 @@ def _shape(recipe: Recipe, source: Source) -> dict[str, Any]:
 
 
 def _batches(recipe: Recipe, source: Source, train: bool, device: torch.device) -> Batches:
-    size = recipe.microbatch if train else max(recipe.microbatch, MOST_AT_ONCE)
+    at_once = TOKENS // recipe.context if isinstance(source, Text) else IMAGES
+    size = recipe.microbatch if train else max(recipe.microbatch, at_once)
     if isinstance(source, Text):
-        size = recipe.microbatch
         return source.batches(
             size,
             train=train,
