@@ -1,5 +1,6 @@
 """Claims: what they train is what they say, and listing them needs nothing."""
 
+import re
 import subprocess
 import sys
 
@@ -61,6 +62,21 @@ def test_names_of_runs_say_what_is_other_than_usual():
     assert short("store", lr=0.025).name == "store-64x2-lr-0.025"
     assert short("petra", lr_by_delay=True).name == "petra-64x2-by-delay"
     assert short("petra", stages=2, compile=True).name == "petra-64x2-stages-2-compiled"
+
+
+@pytest.mark.parametrize("name", ["vit", "gpt"])
+def test_names_of_transformers_say_how_they_are_trained(name):
+    usual, *others = get_claim(name).runs
+    assert usual.name == "store"
+    for each in others:
+        is_careful = re.search("by-delay|8-stages$", each.name) is not None
+        assert each.name.startswith(each.method)
+        assert each.lr_by_delay == is_careful
+        has_betas = is_careful or each.name == "store-betas"
+        assert each.betas == ((0.5, 0.95) if has_betas else usual.betas)
+        assert each.stages == (8 if "8-stages" in each.name else "auto")
+        if size := re.search(r"(\d+)x(\d+)", each.name):
+            assert [each.microbatch, each.accumulate] == [*map(int, size.groups())]
 
 
 def test_some_runs_more_seeds_and_fields_for_all():
