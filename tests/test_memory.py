@@ -11,6 +11,7 @@ import pytest
 import torch
 from networks import MLP, vector_chain
 from oracle import weigh
+from patience import seconds
 from torch import nn
 
 import redivider as rd
@@ -125,7 +126,7 @@ def test_dropping_the_output_frees_all_without_the_garbage_collector():
         gc.enable()
 
 
-STREAM = 8 * 2**20
+STREAM = 4 * 2**20
 
 MEASURE = """
 import resource, sys, torch
@@ -134,7 +135,6 @@ import redivider as rd
 from redivider.footprint import Live
 
 torch.set_num_threads(1)
-backward, *depths = sys.argv[1:]
 
 class F(nn.Module):
     def __init__(self):
@@ -147,26 +147,30 @@ def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
-x = torch.randn(2**18, 8)  # a stream of 8 MiB
-for depth in map(int, depths):
-    chain = rd.Chain([rd.Duplicate(), *(rd.Coupling(F()) for _ in range(depth))], backward=backward)
+x = torch.randn(2**17, 8)  # a stream of 4 MiB
+for word in sys.argv[1:]:
+    backward, depth = word.split(":")
+    couplings = [rd.Coupling(F()) for _ in range(int(depth))]
+    chain = rd.Chain([rd.Duplicate(), *couplings], backward=backward)
     before = resident()
     y = chain(x)
-    print(resident() - before)
+    held = resident() - before
     (y[0].sum() + y[1].sum()).backward()
     del y
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(held, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
-def measure(backward: str, *depths: int) -> list[int]:
-    """Bytes held between forward and backward, for each depth in turn; last the process's peak."""
+def measure(*runs: str) -> list[tuple[int, int]]:
+    """Return bytes held between forward and backward, and the process's peak, run after run."""
     # Large blocks straight from the system, so that a freed one leaves the process at once.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", MEASURE, backward, *map(str, depths)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    command = [sys.executable, "-c", MEASURE, *runs]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=seconds(100)
+    )
     assert done.returncode == 0, done.stderr
-    return [int(line) for line in done.stdout.split()]
+    return [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.skipif(
@@ -174,12 +178,15 @@ def measure(backward: str, *depths: int) -> list[int]:
 )
 def test_a_process_is_no_larger_at_depth_64_than_at_depth_8():
     # A first, shallow step pays for what torch allocates once.
-    (_, held_8, peak_8), (_, held_64, peak_64) = measure("reverse", 2, 8), measure("reverse", 2, 64)
-    assert abs(held_64 - held_8) < STREAM
-    assert peak_64 - peak_8 < STREAM
-    assert held_8 < 4 * STREAM
-    _, stored_8, stored_16, _ = measure("store", 2, 8, 16)
-    assert stored_16 - stored_8 > 8 * STREAM, "the control: the measure sees what is stored"
+    _, (held_8, peak_8), (held_64, peak_64), (stored_32, _) = measure(
+        "reverse:2", "reverse:8", "reverse:64", "store:32"
+    )
+    # 56 couplings more: storing would hold as many streams. Allocators keep some freed blocks, and
+    # others than glibc's keep more.
+    assert abs(held_64 - held_8) < 8 * STREAM
+    assert peak_64 - peak_8 < 8 * STREAM
+    assert held_8 < 8 * STREAM
+    assert stored_32 > 16 * STREAM, "the control: the measure sees what is stored"
 
 
 @pytest.mark.parametrize("frozen", [0, 2])

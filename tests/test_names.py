@@ -38,3 +38,23 @@ def test_no_name_is_that_of_a_module():
 def test_torch_is_not_imported_until_it_is_needed():
     code = "import sys, redivider; assert 'torch' not in sys.modules; redivider.Chain"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_core_imports_nothing_but_torch():
+    """Also inside functions: optional packages come through `require`, which names the extra."""
+    package = Path(rd.__file__).parent
+    allowed = {*sys.stdlib_module_names, "torch", "redivider"}
+    optional = {("train/progress.py", "tqdm"), ("train/plots.py", "matplotlib")}
+    files = sorted(package.rglob("*.py"))
+    assert len(files) > 100
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}: relative import"
+                modules = [node.module]
+            for module in modules:
+                top, where = module.partition(".")[0], path.relative_to(package).as_posix()
+                assert top in allowed or (where, top) in optional, f"{where} imports {module}"

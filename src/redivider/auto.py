@@ -176,9 +176,13 @@ def _as_memory_allows(ways: Sequence[str], do: Callable[[str], Any]) -> dict[str
 
 
 def is_short_of_memory(error: RuntimeError) -> bool:
-    """Whether something does not fit: torch's allocator says so, or a library beside it."""
-    words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)
+    """Return whether an allocation failed, in torch's allocators or in a library beside them.
+
+    On the CPU torch raises a plain RuntimeError whose wording depends on the build. Only the name
+    of the allocator is in all of them.
+    """
+    words = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 _forced: list[str] = []

@@ -1,6 +1,8 @@
-"""Errors that say which unit they come from."""
+"""Errors that say which unit they come from, and which package is missing."""
 
+from importlib import import_module
 from types import TracebackType
+from typing import Any
 
 
 class UnitError(ValueError):
@@ -46,3 +48,20 @@ class naming:
         if isinstance(error, Exception):
             is_of_kind = isinstance(error, TypeError | AttributeError)
             error.add_note(f"in {self._unit}" + (self._given if is_of_kind else ""))
+
+
+def require(module: str, purpose: str, extra: str = "train") -> Any:
+    """Import an optional dependency, or raise an error that says how to install it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        if error.name is None or module.partition(".")[0] != error.name.partition(".")[0]:
+            raise  # the package is there, and broken: its own error says more
+        raise ImportError(missing(module, purpose, extra), name=module) from None
+
+
+def missing(module: str, purpose: str, extra: str = "train") -> str:
+    """Return the line that says which package to install, and how."""
+    top = module.partition(".")[0]
+    package = {"PIL": "pillow", "sklearn": "scikit-learn"}.get(top, top)
+    return f'{purpose} needs {package}; pip install "redivider[{extra}]"'

@@ -8,29 +8,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from patience import seconds
+from workers import end, start
 
 
 def launch(function: Callable[..., Any], folder: Path, *args: Any, world_size: int = 2) -> list:
     """Call `function(rank, *args)` in each process; raise if any of them raised."""
     folder.mkdir(exist_ok=True)
-    context = mp.get_context("spawn")
     processes = [
-        context.Process(target=_work, args=(function, rank, world_size, str(folder), args))
-        for rank in range(world_size)
+        start(_work, function, rank, world_size, str(folder), args) for rank in range(world_size)
     ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=240)
-    alive = [process for process in processes if process.is_alive()]
-    for process in alive:
-        process.kill()
-        process.join()
+    hung = end(processes, seconds(120))
     results = [_result(folder, rank) for rank in range(world_size)]
     failed = [f"rank {r}:\n{value}" for r, (good, value) in enumerate(results) if not good]
-    assert not failed and not alive, "\n".join(failed) or f"{len(alive)} processes hung"
+    assert not failed and not hung, "\n".join(failed) or f"{len(hung)} processes hung"
     return [value for _, value in results]
+
+
+def rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the environment that torchrun gives to a rank, with its store at `port`."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 def _result(folder: Path, rank: int) -> tuple[bool, Any]:
@@ -40,7 +45,6 @@ def _result(folder: Path, rank: int) -> tuple[bool, Any]:
 
 def _work(function: Callable[..., Any], rank: int, world_size: int, folder: str, args: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
     path = Path(folder) / f"result-{rank}.pt"
     try:
         dist.init_process_group(

@@ -3,21 +3,20 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
+from patience import seconds
 from torch.distributed import TCPStore
+from workers import end, start
 
 import redivider as rd
 from distributed.cases import model, options, run
-from distributed.launch import launch
+from distributed.launch import launch, rank_env
 
-pytestmark = pytest.mark.timeout(300)
-SECONDS = 100  # until all have ended: python and torch take some to start
+SECONDS = 60  # until all have ended
+TIMEOUT = round(seconds(2))  # of a pipeline: a rank that is only slow is waited for
 
 
 def raises(pipe):
@@ -62,8 +61,8 @@ CASES = {
     raises: "ArithmeticError: the moon is in the wrong place",
     exits: r"the connection to rank 2 \(stage 2\) has broken",
     is_killed: r"the connection to rank 0 \(stage 0\) has broken|rank 0 or its torchrun holds",
-    sleeps: r"rank 1 \(stage 1\): in tick 6, was waited for 4 s",
-    is_stopped: r"rank 1 \(stage 1\): gives no sign of life, and was waited for 4 s",
+    sleeps: rf"rank 1 \(stage 1\): in tick 6, was waited for {TIMEOUT} s",
+    is_stopped: rf"rank 1 \(stage 1\): gives no sign of life, and was waited for {TIMEOUT} s",
     changes_shape: r"messages are \[3, 6, 8\] float32, .* now, and were \[4, 6, 8\] float32",
     lacks_inputs: "first rank of a column needs the inputs",
     saves_nowhere: "there",
@@ -72,56 +71,36 @@ VICTIMS = {raises: 1, exits: 2, is_killed: 0, sleeps: 1, is_stopped: 1}  # of th
 CULPRITS = {raises: 1, changes_shape: 0, lacks_inputs: 0}
 
 
-def work(name: str) -> None:
-    """What a process of a case does."""
-    torch.set_num_threads(1)
-    pipe = rd.DistributedPipeline(model(), timeout=4, **options())
-    rank = int(os.environ["RANK"])
+def work(case, rank: int) -> None:
+    """Train, meet the case if it is this rank's, and train on."""
+    pipe = rd.DistributedPipeline(model(), timeout=TIMEOUT, **options())
     run(pipe, 0, 6)
-    case = globals()[name]
     if VICTIMS.get(case, rank) == rank:
         case(pipe)
     run(pipe, 6, 40)
 
 
-def start(name: str, folder: Path, port: int, world_size: int = 3) -> list[subprocess.Popen]:
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    processes = []
-    for rank in range(world_size):
-        env = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": path,
-        }
-        words = [
-            sys.executable,
-            "-c",
-            f"from distributed.test_failures import work; work({name!r})",
-        ]
-        with (folder / f"{rank}.txt").open("w") as file:
-            processes.append(subprocess.Popen(words, env=env, cwd=folder, stdout=file, stderr=file))
-    return processes
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_all_ranks_end(case, tmp_path):
     store = TCPStore("127.0.0.1", 0, is_master=True)  # as torchrun's
-    processes = start(case.__name__, tmp_path, store.port)
-    deadline = time.monotonic() + SECONDS
+    processes = [
+        start(
+            work,
+            case,
+            rank,
+            folder=tmp_path,
+            output=tmp_path / f"{rank}.txt",
+            env=rank_env(rank, 3, store.port),
+        )
+        for rank in range(3)
+    ]
     stopped = {1} if case is is_stopped else set()
     try:
-        for rank, process in enumerate(processes):
-            if rank not in stopped:
-                process.wait(deadline - time.monotonic())
-                assert process.returncode != 0
+        others = [each for rank, each in enumerate(processes) if rank not in stopped]
+        assert not end(others, seconds(SECONDS)), "they hang"
+        assert all(each.exitcode != 0 for each in others)
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        end(processes, 0)
     silent = {exits: {2}, is_killed: {0}}.get(case, set()) | stopped
     for rank in {0, 1, 2} - silent:
         said = (tmp_path / f"{rank}.txt").read_text()

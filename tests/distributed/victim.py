@@ -36,6 +36,7 @@ def step_or_die(self, *given, **side):
     return step(self, *given, **side)
 
 
+rd.DistributedPipeline.step = step_or_die  # this module is imported by such processes alone
+
 if __name__ == "__main__":
-    rd.DistributedPipeline.step = step_or_die
     sys.exit(main())

@@ -72,11 +72,12 @@ def run(pipe, number, start=0):
     return seen
 
 
-@pytest.mark.parametrize("latency", [1, 2])
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("stages", [2, 3, 5, 10])
+@pytest.mark.parametrize(
+    "stages, accumulate, latency",
+    [(2, 1, 1), (2, 2, 2), (3, 1, 2), (3, 3, 1), (5, 1, 1), (5, 2, 2), (5, 3, 1), (10, 2, 1)],
+)
 def test_ticks_are_those_of_lockstep(stages, accumulate, latency):
-    num_ticks = 200 if (stages, latency) == (3, 1) else 20 * accumulate + 8 * stages
+    num_ticks = 120 if stages == 3 else 16 * accumulate + 8 * stages
     pipes = [
         build(CUTS[stages], accumulate=accumulate, latency=latency, recorded=recorded)
         for recorded in (True, False)
@@ -102,7 +103,7 @@ def test_methods_and_optimizers(method, optimizer):
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     "options",
     [
@@ -124,13 +125,13 @@ def test_clipping_look_ahead_and_rates(options, accumulate):
     assert pipes[0]._concurrent.is_active
     assert equal(*seen[:2])
     assert not equal(*seen[1:])
-    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
-    assert equal(*[run(pipe, 50, start=50) for pipe in pipes])
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())  # and this ends the recording
+    assert equal(*[run(pipe, 30, start=50) for pipe in pipes])
     assert pipes[0]._concurrent.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
 def test_states_flushes_and_other_shapes_in_the_middle(accumulate):
     pipes = [build(CUTS[5], accumulate=accumulate, recorded=recorded) for recorded in (True, False)]
     seen = [run(pipe, 31) for pipe in pipes]
@@ -153,7 +154,7 @@ def test_states_flushes_and_other_shapes_in_the_middle(accumulate):
 
 
 def test_the_order_of_the_branches_does_not_matter():
-    ends = [run(build(CUTS[5], seed=seed), 60) for seed in range(5)]
+    ends = [run(build(CUTS[5], seed=seed), 60) for seed in range(3)]
     assert all(equal(ends[0], each) for each in ends[1:])
 
 

@@ -90,8 +90,8 @@ def equal(one, other) -> bool:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("at", [0, 1, 4, 11])
-def test_the_next_50_ticks_are_equal_to_the_last_bit(method, at, tmp_path):
+@pytest.mark.parametrize("at", [0, 4, 11])
+def test_the_next_20_ticks_are_equal_to_the_last_bit(method, at, tmp_path):
     _, pipe = build(method)
     feed(pipe, 0, at)
     pipe.save(tmp_path / "state")
@@ -100,9 +100,9 @@ def test_the_next_50_ticks_are_equal_to_the_last_bit(method, at, tmp_path):
     from_disk.load(tmp_path / "state")
     _, from_memory = build(method, seed=2)
     from_memory.load_state_dict(state)
-    true = feed(pipe, at, 50)
+    true = feed(pipe, at, 20)
     for other in (from_disk, from_memory):
-        assert equal(feed(other, at, 50), true)
+        assert equal(feed(other, at, 20), true)
         assert equal(other.state_dict(), pipe.state_dict())
     flushed = [(tick.microbatch, tick.loss, tick.aux) for tick in pipe.flush()]
     assert len(flushed) == 3

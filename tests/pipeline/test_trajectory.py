@@ -1,8 +1,12 @@
 """The pipeline's weights follow the equations, tick by tick, for every method."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import redivider as rd
@@ -11,7 +15,7 @@ from redivider.footprint import Live
 from redivider.pipeline.lookahead import predict
 
 BOUND = 1e-12
-TICKS = 60
+TICKS = 40
 
 
 class Smooth(nn.Sequential):
@@ -99,10 +103,10 @@ def distance(model: rd.Chain, reference: Reference) -> float:
     return max(float((p - t).norm() / t.norm()) for p, t in pairs)
 
 
-def follow(
-    cut, method, accumulate, latency, optimizer="sgd", cls=rd.Pipeline, ticks=TICKS, **options
-):
+def follow(cut, method, accumulate, latency, optimizer="sgd", cls=rd.Pipeline, **options):
     """Run both; return how far apart they are, after the ticks, a flush, and more of both."""
+    # The first stage ends five updates after its first backward.
+    ticks = 2 * latency * (len(cut) - 1) + 5 * accumulate + 1
     model = network()
     reference = refer(model, cut, method, accumulate, latency, optimizer, **options)
     pipe = build(cls, model, cut, method, accumulate, latency, optimizer, **options)
@@ -120,36 +124,56 @@ def follow(
     if cls is rd.Pipeline:
         assert losses == pytest.approx(reference.losses, rel=1e-11)
         assert len(losses) == ticks + 5
+        assert min(reference.updates) >= 5
     assert [s.num_updates for s in pipe.stages] == reference.updates
     return distances
 
 
-@pytest.mark.parametrize("latency", [1, 2, 3])
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("stages", CUTS)
+@pytest.mark.parametrize(
+    "stages, accumulate, latency",
+    [(1, 1, 1), (1, 3, 3), (2, 1, 1), (2, 2, 3), (3, 3, 2), (5, 2, 1), (5, 1, 3), (10, 3, 1)],
+)
 def test_petra(stages, accumulate, latency):
     assert max(follow(CUTS[stages], "petra", accumulate, latency)) <= BOUND
 
 
 @pytest.mark.parametrize(
-    "stages, accumulate, latency",
-    [(1, 2, 1), (2, 1, 1), (3, 3, 2), (5, 2, 1), (10, 1, 1), (5, 1, 3)],
+    "stages, accumulate, latency", [(1, 2, 1), (2, 1, 1), (3, 3, 2), (5, 2, 1)]
 )
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "petra"])
 def test_other_methods(method, stages, accumulate, latency):
     assert max(follow(CUTS[stages], method, accumulate, latency)) <= BOUND
 
 
+@st.composite
+def cuts(draw):
+    """Draw the sizes of stages of the network's 14 units."""
+    ends = draw(st.sets(st.integers(1, 13), max_size=13))
+    return [b - a for a, b in pairwise([0, *sorted(ends), 14])]
+
+
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(
+    cut=cuts(),
+    method=st.sampled_from([*METHODS]),
+    accumulate=st.integers(1, 4),
+    latency=st.integers(1, 3),
+    lookahead=st.sampled_from([None, "momentum"]),
+    lr_by_delay=st.booleans(),
+)
+@example([1] * 14, "petra", 1, 1, None, False)
+@example([1] * 14, "delayed-graph", 2, 1, None, False)
+@example(CUTS[10], "petra", 1, 3, None, False)
+def test_any_cut_and_any_options(cut, method, accumulate, latency, lookahead, lr_by_delay):
+    options = {"lookahead": lookahead, "lr_by_delay": lr_by_delay}
+    assert max(follow(cut, method, accumulate, latency, **options)) <= BOUND
+
+
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS)[1:])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["petra", "delayed"])
 def test_optimizers(method, optimizer):
     assert max(follow(CUTS[5], method, 2, 1, optimizer)) <= BOUND
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_even_cuts_and_one_unit_a_stage(method):
-    for cut in ([7, 7], [1] * 14):
-        assert max(follow(cut, method, 1, 1, ticks=40)) <= BOUND
 
 
 # Adam's epsilon is applied once to all predicted steps: nearly nothing here, so it does not show.
@@ -171,9 +195,7 @@ def grouped(parameters):
     return torch.optim.SGD([each for each in groups if each["params"]], momentum=0.9)
 
 
-@pytest.mark.parametrize(
-    "stages, accumulate, latency", [(2, 1, 1), (3, 2, 2), (5, 3, 1), (10, 2, 1)]
-)
+@pytest.mark.parametrize("stages, accumulate, latency", [(2, 1, 1), (3, 2, 2), (5, 3, 1)])
 @pytest.mark.parametrize("method", METHODS)
 def test_lookahead(method, stages, accumulate, latency):
     found = follow(CUTS[stages], method, accumulate, latency, lookahead="momentum")
@@ -189,7 +211,7 @@ def test_lookahead_of_optimizers(optimizer):
 
 
 @pytest.mark.parametrize("lookahead", [None, "momentum"])
-@pytest.mark.parametrize("stages, accumulate, latency", [(1, 2, 1), (5, 3, 2), (10, 1, 1)])
+@pytest.mark.parametrize("stages, accumulate, latency", [(1, 2, 1), (5, 3, 2)])
 def test_rates_by_delay(stages, accumulate, latency, lookahead):
     options = {"lookahead": lookahead, "lr_by_delay": True}
     assert max(follow(CUTS[stages], "petra", accumulate, latency, **options)) <= BOUND

@@ -82,6 +82,7 @@ def test_measurements_write_rows_as_they_come(only, tmp_path, monkeypatch, capsy
         assert main(words) == 2 and "overlap measures a GPU" in capsys.readouterr().err
     monkeypatch.setattr("redivider.train.machine.resolve_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(sweep, "_time", lambda model, batch, device: {"faster": 1.5})
+    monkeypatch.setattr(sweep, "NAMES", ("rev_vit_small", "rev_mvit_base"))
     more = ["--only", *only] if only else []
     assert main([*words, *more]) == 0
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
+import workers
+from patience import seconds
 
 import redivider as rd
+from redivider.cli import main
 from redivider.train.engine import BackpropEngine
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
@@ -33,6 +35,7 @@ def recipe(**options) -> Recipe:
             "schedule": "cosine",
             "log_every": 10,
             "evaluate_every": 0.25,
+            "threads": 1,  # bit equality asks for as many everywhere
             **options,
         }
     )
@@ -62,14 +65,8 @@ def groups(parameters) -> list[dict]:
 
 def stop_after(monkeypatch, num: int) -> None:
     """Send SIGINT after so many micro-batches, once, as Ctrl-C does."""
-    advance, count = Progress.advance, iter(range(1, 10**6))
-
-    def advanced(self):
-        advance(self)
-        if next(count) == num:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(Progress, "advance", advanced)
+    monkeypatch.setattr(Progress, "advance", Progress.advance)  # undone at the end
+    send_signal("SIGINT", num)
 
 
 def stop_in_evaluation(monkeypatch) -> None:
@@ -96,13 +93,41 @@ def rows(folder: Path, kind: str = "train") -> list[dict]:
 
 
 def command(*arguments: object, **options) -> subprocess.Popen:
-    """Start `redivider` with these arguments."""
+    """Start `redivider` with these arguments, as a shell does."""
     words = [sys.executable, "-m", "redivider", *map(str, arguments)]
-    return subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},  # same numbers
-        **options,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(words, **pipes, **options)
+
+
+def run_command(*arguments: object, kill: tuple[str, int] | None = None) -> tuple[int, str]:
+    """Run `redivider` in a process of its own; return its exit code and what it said.
+
+    Args:
+        arguments: Of the command line.
+        kill: A signal that the process gets, and after how many micro-batches.
+    """
+    output = Path.cwd() / ".output.txt"
+    words = [*map(str, arguments)]
+    process = workers.start(_run, words, kill, folder=Path.cwd(), output=output)
+    assert not workers.end([process], seconds(60)), f"it hangs: {output.read_text()}"
+    said = output.read_text()
+    output.unlink()
+    return process.exitcode, said
+
+
+def _run(words: list[str], kill: tuple[str, int] | None) -> int:
+    if kill is not None:
+        send_signal(*kill)
+    return main(words)
+
+
+def send_signal(name: str, after: int) -> None:
+    """Send a signal to this process after so many micro-batches, once."""
+    advance, count = Progress.advance, iter(range(1, 10**6))
+
+    def advanced(self):
+        advance(self)
+        if next(count) == after:
+            os.kill(os.getpid(), getattr(signal, name))
+
+    Progress.advance = advanced

@@ -13,19 +13,19 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from patience import seconds
 from safetensors.torch import load_file
 
 from redivider.cli import main
 from redivider.train.compare import variants
 from redivider.train.errors import TrainError
 from redivider.train.folder import writing
-from train.small import command, recipe, rows, stop_in_evaluation
+from train.small import command, recipe, rows, run_command, stop_in_evaluation
 
 RECIPE = Path("recipe.json")
 
@@ -34,18 +34,7 @@ RECIPE = Path("recipe.json")
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REDIVIDER_DATA", str(tmp_path / "data"))
-    (tmp_path / RECIPE).write_text(recipe(method="petra", epochs=3, save_minutes=0).to_json())
-
-
-def wait_for_line(folder, step, process):
-    """Until a run has written of so many micro-batches."""
-    log = Path(folder) / "log.jsonl"
-    for _ in range(600):
-        if log.exists() and f'"step": {step},' in log.read_text():
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    raise AssertionError("it never got there")
+    (tmp_path / RECIPE).write_text(recipe(method="petra", epochs=1, save_minutes=0).to_json())
 
 
 def forget_the_end(folder):
@@ -55,25 +44,34 @@ def forget_the_end(folder):
     (folder / "log.jsonl").write_text("".join(f"{line}\n" for line in kept))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """Return a run that nothing happened to, in a process of its own."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        RECIPE.write_text(recipe(method="petra", epochs=1, save_minutes=0).to_json())
+        code, said = run_command("train", "recipe.json", "--out", "run")
+    assert code == 0, said
+    return folder / "run"
+
+
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
-def test_signals_lose_nothing(how, capsys):
-    assert main(["train", "recipe.json", "--out", "whole"]) == 0
-    process = command("train", "recipe.json", "--out", "parts")
-    wait_for_line("parts", 100, process)
-    process.send_signal(getattr(signal, how))
-    _, err = process.communicate(timeout=60)
+def test_signals_lose_nothing(how, whole):
+    code, said = run_command("train", "recipe.json", "--out", "parts", kill=(how, 50))
     if how == "SIGKILL":
-        assert process.returncode == -signal.SIGKILL
+        assert code == -signal.SIGKILL
     else:
-        assert process.returncode == 130, err
-        assert "go on with: redivider train --resume parts" in err and "Traceback" not in err
+        assert code == 130, said
+        assert "go on with: redivider train --resume parts" in said and "Traceback" not in said
     assert not rows(Path("parts"), "end")
     with open("parts/log.jsonl", "a") as log:
         log.write('{"kind": "tra')  # as a process that is killed may leave it
-    assert main(["train", "--resume", "parts"]) == 0
+    code, said = run_command("train", "--resume", "parts")
+    assert code == 0, said
     for kind in ("train", "evaluate", "end"):
-        assert rows(Path("parts"), kind) == rows(Path("whole"), kind)
-    ours, theirs = (load_file(f"{each}/model.safetensors") for each in ("parts", "whole"))
+        assert rows(Path("parts"), kind) == rows(whole, kind)
+    ours, theirs = (load_file(each / "model.safetensors") for each in (Path("parts"), whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert len(list(Path("parts/checkpoints").iterdir())) == 2
 
@@ -94,7 +92,7 @@ def test_a_full_disk_loses_no_checkpoint(capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
 
     process = command("train", "--resume", "full", preexec_fn=limit)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=seconds(60))
     assert process.returncode == 2, err
     assert "make room" in err and err.count("\n") == 1 and "Traceback" not in err
     assert "warning: cannot write a checkpoint" in out  # training went on until the end
@@ -114,7 +112,7 @@ def test_what_a_full_disk_stops_says_so_and_leaves_what_was_there(words):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
     process = command(*words.split(), preexec_fn=limit)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=seconds(60))
     assert process.returncode == 2, err
     assert "make room" in err and err.count("\n") == 1 and "Traceback" not in err
     assert Path("page.html").read_bytes() == page
@@ -221,7 +219,7 @@ def test_a_reader_that_leaves_does_not_stop_a_run():
 
 def test_two_at_once_take_two_folders(capsys):
     both = [command("train", "recipe.json", "--epochs", "0.3", "--seed", seed) for seed in (1, 2)]
-    assert [each.wait(60) for each in both] == [0, 0]
+    assert [each.wait(seconds(60)) for each in both] == [0, 0]
     seeds = {json.loads(path.read_text())["seed"] for path in Path("runs").glob("*/recipe.json")}
     assert seeds == {1, 2}
     for each in both:
@@ -292,15 +290,15 @@ def test_compare_and_report(capsys):
     assert "0.00" not in "".join(table[1:3])
 
 
-def test_a_comparison_that_was_stopped_goes_on(capsys):
-    words = "train recipe.json --epochs 2 --compare store petra --out"
-    assert main([*words.split(), "whole"]) == 0
-    process = command(*words.split(), "parts")
-    wait_for_line("parts/petra", 50, process)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "--resume parts" in err
-    assert main(["train", "--resume", "parts"]) == 0
+def test_a_comparison_that_was_stopped_goes_on():
+    words = "train recipe.json --epochs 0.5 --compare store petra --out".split()
+    code, said = run_command(*words, "whole")
+    assert code == 0, said
+    code, said = run_command(*words, "parts", kill=("SIGINT", 46 + 20))
+    assert code == 130 and "--resume parts" in said
+    assert rows(Path("parts/store"), "end") and not rows(Path("parts/petra"), "end")
+    code, said = run_command("train", "--resume", "parts")
+    assert code == 0, said
     for method in ("store", "petra"):
         assert rows(Path("parts") / method) == rows(Path("whole") / method)
     assert Path("parts/report.html").exists()
@@ -345,7 +343,7 @@ def test_a_terminal_sees_a_progress_bar():
     process = subprocess.Popen(words, stdout=theirs, stderr=theirs)
     os.close(theirs)
     seen = b""
-    while select.select([ours], [], [], 60)[0]:
+    while select.select([ours], [], [], seconds(60))[0]:
         try:
             seen += os.read(ours, 65536)
         except OSError:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -25,7 +26,7 @@ from redivider.train.engine import BackpropEngine
 from redivider.train.errors import TrainError
 from redivider.train.folder import locked
 from redivider.train.loop import Stopped, Training, train
-from redivider.train.recipe import Method
+from redivider.train.recipe import Method, Recipe
 from redivider.train.runs import read_run
 from train import small
 from train.small import recipe, rows, stop_after
@@ -144,19 +145,36 @@ def test_text_and_its_head(model, tmp_path):
         assert "head.weight" in load_file(tmp_path / method / "model.safetensors")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return a function that gives the folder of a whole run of a recipe, trained once."""
+    folders = {}
+
+    def run(made: Recipe) -> Path:
+        text = made.to_json()
+        if text not in folders:
+            folders[text] = tmp_path_factory.mktemp("whole") / "run"
+            train(made, folders[text])
+        return folders[text]
+
+    return run
+
+
 @pytest.mark.parametrize("method", ["store", "reverse", "petra", "delayed"])
 @pytest.mark.parametrize("at", [3, 10, 31])
-def test_a_run_that_was_stopped_goes_on_to_the_last_bit(method, at, tmp_path, monkeypatch):
+def test_a_run_that_was_stopped_goes_on_to_the_last_bit(
+    method, at, tmp_path, monkeypatch, undisturbed
+):
     made = recipe(method=method, save_minutes=1e9)
-    train(made, tmp_path / "whole")
+    whole = undisturbed(made)
     stop_after(monkeypatch, at)
     with pytest.raises(Stopped, match="saved"):
         train(made, tmp_path / "parts")
     torch.manual_seed(99)
     train(made, tmp_path / "parts", resume=True)
     for kind in ("train", "evaluate", "end"):
-        assert rows(tmp_path / "parts", kind) == rows(tmp_path / "whole", kind)
-    ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("parts", "whole"))
+        assert rows(tmp_path / "parts", kind) == rows(whole, kind)
+    ours, theirs = (load_file(run / "model.safetensors") for run in (tmp_path / "parts", whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     # And one that has ended ends again, with nothing done.
     before = (tmp_path / "parts" / "log.jsonl").read_text()
@@ -242,9 +260,11 @@ KINDS = ("start", "train", "evaluate", "memory", "timeline", "end")
     ],
 )
 @pytest.mark.parametrize("time", [1, 2])
-def test_a_run_that_was_killed_anywhere_has_the_same_log(where, time, tmp_path, monkeypatch):
+def test_a_run_that_was_killed_anywhere_has_the_same_log(
+    where, time, tmp_path, monkeypatch, undisturbed
+):
     made = recipe(method="petra", save_minutes=0)
-    train(made, tmp_path / "whole")
+    whole = undisturbed(made)
     name, _, after = where.partition(", ")
     home, method = name.split(".")
     kind = {"Checkpoints": Checkpoints, "Training": Training}[home]
@@ -272,14 +292,14 @@ def test_a_run_that_was_killed_anywhere_has_the_same_log(where, time, tmp_path, 
         else:
             assert time == 2 and method in ("_write_weights", "_describe")
     for each in KINDS:
-        ours, theirs = rows(tmp_path / "parts", each), rows(tmp_path / "whole", each)
+        ours, theirs = rows(tmp_path / "parts", each), rows(whole, each)
         if each == "timeline":
             assert len(ours) == len(theirs) == 1
         else:
             assert ours == theirs
     seconds = [row["seconds"] for row in read_run(tmp_path / "parts").train]
     assert seconds == sorted(seconds)
-    ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("parts", "whole"))
+    ours, theirs = (load_file(run / "model.safetensors") for run in (tmp_path / "parts", whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     board = EventAccumulator(str(tmp_path / "parts" / "tensorboard")).Reload()
     steps = [each.step for each in board.Scalars("train/loss")]

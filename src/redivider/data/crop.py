@@ -26,7 +26,7 @@ def random_crop(path: Path, size: int, *, seed: int, epoch: int, index: int) -> 
     *uniform, flip = ((bits >> 10).double() / 2**53).tolist()
     image = _opened(path)
     left, top, width, height = random_box(image.width, image.height, uniform)
-    resampling = require("PIL.Image", "pillow")
+    resampling = require("PIL.Image", "an image file")
     # Cropped first: a resize of a box also reads the pixels around it.
     image = image.crop((left, top, left + width, top + height))
     image = image.resize((size, size), resampling.Resampling.BILINEAR)
@@ -62,13 +62,13 @@ def central_crop(path: Path, size: int) -> Tensor:
         whole = short, int(short * height / width)
     else:
         whole = int(short * width / height), short
-    image = image.resize(whole, require("PIL.Image", "pillow").Resampling.BILINEAR)
+    image = image.resize(whole, require("PIL.Image", "an image file").Resampling.BILINEAR)
     left, top = (round((each - size) / 2) for each in whole)
     return _pixels(image.crop((left, top, left + size, top + size)))
 
 
 def _opened(path: Path) -> Any:
-    pil = require("PIL.Image", "pillow")
+    pil = require("PIL.Image", "an image file")
     try:
         with pil.open(path) as image:
             return image.convert("RGB")

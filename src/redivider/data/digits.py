@@ -9,6 +9,7 @@ from torch import Tensor
 
 from redivider.data.errors import DataError, reason
 from redivider.data.images import Images
+from redivider.errors import missing
 
 NUM_TRAIN = 1437
 
@@ -33,9 +34,7 @@ def _table() -> Tensor:
     """The file of the package, a digit a row; importing the package would take a second."""
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
-        raise DataError(
-            'this needs scikit-learn, which is not installed; pip install "redivider[train]"'
-        )
+        raise DataError(missing("sklearn", "the data set digits"))
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     try:
         rows = gzip.decompress(path.read_bytes()).decode().split()

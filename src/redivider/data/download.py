@@ -43,7 +43,7 @@ class _Failed(Exception):
 
 
 def _fetch(url: str, path: Path, *, md5: str, timeout: float) -> None:
-    tqdm = require("tqdm", "tqdm").tqdm
+    tqdm = require("tqdm", "a download").tqdm
     try:
         response = urlopen(url, timeout=timeout)
     except HTTPError as error:

@@ -1,7 +1,8 @@
 """What is wrong with data, in one line that says what to do."""
 
-from importlib import import_module
 from typing import Any
+
+import redivider.errors
 
 
 class DataError(ValueError):
@@ -13,11 +14,9 @@ def reason(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def require(module: str, package: str) -> Any:
-    """Import what only some data need; the core has torch alone."""
+def require(module: str, purpose: str) -> Any:
+    """Import a package that only some data need; the core needs torch alone."""
     try:
-        return import_module(module)
-    except ImportError:
-        raise DataError(
-            f'this needs {package}, which is not installed; pip install "redivider[train]"'
-        ) from None
+        return redivider.errors.require(module, purpose)
+    except ImportError as error:
+        raise DataError(reason(error)) from None

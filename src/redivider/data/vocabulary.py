@@ -77,7 +77,7 @@ def byte_pairs(size: int, content: bytes, *, where: Path) -> BytePairs:
         content: The text to learn from.
         where: Where the text is from; the vocabulary is kept in the same folder.
     """
-    tokenizers = require("tokenizers", "tokenizers")
+    tokenizers = require("tokenizers", "a vocabulary of byte pairs")
     digest = hashlib.sha256(content).hexdigest()[:12]  # another text, another vocabulary
     path = where.with_name(f"bpe-{size}-{digest}.json")
     if path.exists():

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.arithmetic import Arithmetic
+from redivider.errors import require
 from redivider.pipeline.loss import Loss
 from redivider.pipeline.stage import Message, Stage
 from redivider.pipeline.unit import Unit
@@ -159,11 +160,8 @@ class Probe:
 
     def plot(self, path: str | Path) -> None:
         """Draw cosines, ratios and errors by stage: means, and the range of all samples."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
+        require("matplotlib", "a plot").use("Agg")
+        plt = require("matplotlib.pyplot", "a plot")
         found = self._by_stage()
         figure, axes = plt.subplots(1, 3, figsize=(12, 3.5))
         for axis, title, names in (

@@ -19,6 +19,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
+from redivider.errors import require
 from redivider.pipeline.dense import order_of
 
 MANIFEST = "manifest.json"
@@ -54,6 +55,7 @@ def write_state(folder: str | Path, state: dict[str, Any], writers: Writers | No
         state: All of it, or this process's part.
         writers: Those who write with it; each calls this.
     """
+    _require_safetensors()  # before anything is written
     folder, writers = Path(folder).resolve(), writers or Alone()  # through links
     try:
         # The first one's number, since there may be several machines.
@@ -151,13 +153,19 @@ def _merge(one: Any, other: Any) -> Any:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file; a full disk is an OSError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+    safetensors = _require_safetensors()
     try:
-        save_file({key: each.contiguous().clone() for key, each in tensors.items()}, path)
-    except SafetensorError as error:
+        safetensors.torch.save_file(
+            {key: each.contiguous().clone() for key, each in tensors.items()}, path
+        )
+    except safetensors.SafetensorError as error:
         raise OSError(str(error)) from error
+
+
+def _require_safetensors() -> Any:
+    purpose = "a state on disk"
+    require("safetensors.torch", purpose, "checkpoint")
+    return require("safetensors", purpose, "checkpoint")
 
 
 def read_state(
@@ -172,14 +180,14 @@ def read_state(
         wanted: Whether what lies under these keys is to be read; files of others are left alone.
         readers: Those who read their parts with it; if one of them cannot, none does.
     """
+    _require_safetensors()
     found: list[dict[str, Any]] = []
     all_well(readers or Alone(), lambda: found.append(_read_part(Path(folder), wanted)))
     return found[0]
 
 
 def _read_part(folder: Path, wanted: Callable[[tuple[Any, ...]], bool]) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
+    load_file = _require_safetensors().torch.load_file
     try:
         digest, _, text = (folder / MANIFEST).read_text().partition("\n")
     except (OSError, UnicodeDecodeError) as error:

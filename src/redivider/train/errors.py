@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
 
+from redivider.errors import missing
+
 
 class TrainError(ValueError):
     """Something that was asked for cannot be; the command line shows it without a traceback."""
@@ -16,7 +18,7 @@ def need(*modules: str) -> None:
     """Say what is to be installed before hours have passed."""
     for each in modules:
         if find_spec(each) is None:
-            raise ImportError(f'training needs {each}; pip install "redivider[train]"')
+            raise ImportError(missing(each, "training"), name=each)
 
 
 def hint(name: str, known: Iterable[str], otherwise: str) -> str:

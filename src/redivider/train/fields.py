@@ -6,6 +6,7 @@ from contextlib import redirect_stderr
 from dataclasses import fields, replace
 from io import StringIO
 
+from redivider.errors import require
 from redivider.train.errors import TrainError, hint
 from redivider.train.recipe import Recipe
 from redivider.train.recipes import RECIPES
@@ -13,10 +14,7 @@ from redivider.train.recipes import RECIPES
 
 def override(recipe: Recipe, arguments: Sequence[str]) -> Recipe:
     """The recipe with the fields that the arguments set; `--help` prints all of them."""
-    try:
-        import tyro
-    except ImportError:
-        raise TrainError('the command line needs tyro; pip install "redivider[train]"') from None
+    tyro = require("tyro", "the command line")
     known = [each.name.replace("_", "-") for each in fields(Recipe)]
     for each in arguments:
         name = _dashed(each)[2:].partition("=")[0]
@@ -33,7 +31,7 @@ def override(recipe: Recipe, arguments: Sequence[str]) -> Recipe:
     said = StringIO()
     try:
         with redirect_stderr(said):
-            found = tyro.cli(
+            found: Recipe = tyro.cli(
                 Recipe,
                 default=replace(recipe, model_options={}) if adds else recipe,
                 args=given,

@@ -14,7 +14,9 @@ from io import StringIO
 from itertools import pairwise
 from math import ceil, floor, inf, isfinite, log10, nan
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
+
+from redivider.errors import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -206,14 +208,12 @@ def inline(svg: str, number: int, label: str) -> str:
 
 
 def _draw(size: tuple[float, float], paint: Callable[["Axes"], None]) -> str:
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError('a report needs matplotlib; pip install "redivider[train]"') from None
+    matplotlib = require("matplotlib", "a report")
+    figures = require("matplotlib.figure", "a report")
     text = StringIO()
-    with rc_context(cast(Any, _SETTINGS)):
-        figure = Figure(size, layout="constrained")  # not pyplot's, so that nobody must close it
+    with matplotlib.rc_context(_SETTINGS):
+        # Not pyplot's, so that nobody must close it.
+        figure = figures.Figure(size, layout="constrained")
         paint(figure.subplots())
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     return _tidy(text.getvalue())
