@@ -1,46 +1,65 @@
-# make test: lint, types and tests.  make train: the main job.  Both need only python3 and make.
+# make fast: an answer in a minute.  make test: everything.  make train: the main job.
+# They need only python3 and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# pip is asked again only when what it should install has changed.
-READY := $(VENV)/ready
+# pip is asked again only when what it should install has changed. What training needs is a part of
+# what development needs.
+TRAIN := $(VENV)/train.ready
+DEV := $(VENV)/dev.ready
+# Without bytecode, which python writes for the few modules that it meets: twice as fast.
+INSTALL := python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+PYTEST := python -m pytest -n 2 --dist worksteal
 TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 
-.PHONY: test lint types pytest other train stress clean
+.PHONY: fast test install lint types unit pytest other train stress clean
+
+fast: lint types unit
 
 test: lint types pytest
 
-lint: $(READY)
+install: $(DEV)
+
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(READY)
+types: $(DEV)
 	$(BIN)/mypy
 
-pytest: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+unit: $(DEV)
+	$(BIN)/$(PYTEST) -q -m "not slow" --ignore=tests/gpu
 
-other: $(OTHER)/ready  # the tests by another torch; 2.11.0 is the oldest that is supported
-	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal
+pytest: $(DEV)
+	$(BIN)/$(PYTEST)
 
-train: $(READY)
+other: $(OTHER)/ready  # the tests with another torch; 2.11.0 is the oldest that is supported
+	$(OTHER)/bin/$(PYTEST)
+
+train: $(TRAIN)
 	$(BIN)/redivider train quickstart
 
-stress: $(READY)  # twenty runs over processes, in each of which a rank is killed
-	REDIVIDER_STRESS=20 $(BIN)/python -m pytest tests/distributed/test_train.py -k killed
+stress: $(DEV)  # a hundred runs over processes, in each of which a rank is killed
+	REDIVIDER_STRESS=100 $(BIN)/python -m pytest tests/distributed/test_train.py -k killed
 
-$(READY): pyproject.toml constraints.txt
-	@echo "Installing into $(VENV), a minute or two, once."
+$(TRAIN): pyproject.toml constraints.txt
+	@echo "Installing torch and what training needs into $(VENV), once."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	touch $@
+	$(BIN)/$(INSTALL) -e ".[train]"
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt
+	@echo "Installing torch and what the tests need into $(VENV), once."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/$(INSTALL) -e ".[dev]"
+	@touch $(TRAIN) $@
 
 $(OTHER)/ready: pyproject.toml constraints.txt
 	@echo "Installing into $(OTHER), 5 GB, once."
 	$(PYTHON) -m venv $(OTHER)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt -e ".[dev]"
+	$(OTHER)/bin/python -m pip install --disable-pip-version-check -c $(OTHER)/constraints.txt -e ".[dev]"
 	touch $@
 
 clean:

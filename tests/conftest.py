@@ -1,22 +1,32 @@
 """Fixed seeds, one thread per worker, short Hypothesis runs, and time limits for slow machines."""
 
 import os
+from pathlib import Path
+
+import pytest
+from patience import patience, seconds
 
 # One compiler process instead of a pool of them in every worker; read when torch is imported.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-import pytest
-import torch
-from hypothesis import settings
-from patience import patience, seconds
-
-settings.register_profile("redivider", max_examples=25, deadline=None, derandomize=True)
-settings.load_profile("redivider")
-torch.set_num_threads(1)
-
 
 def pytest_configure(config: pytest.Config) -> None:
     patience()  # before workers start, which inherit it
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # it hands tests to workers and runs none: it needs no torch
+    import torch
+    from hypothesis import settings
+
+    torch.set_num_threads(1)
+    settings.register_profile("redivider", max_examples=25, deadline=None, derandomize=True)
+    settings.load_profile("redivider")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import files of slow tests alone where they are not wanted."""
+    if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
+        return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -29,4 +39,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)

@@ -89,6 +89,7 @@ def inputs_of(chain: rd.Chain) -> list[torch.Tensor]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Half, HalfTwice])
 def test_128_couplings_in_bf16_are_rebuilt_bit_for_bit(make):
     torch.manual_seed(1)

@@ -248,6 +248,7 @@ def test_a_leaf_outside_of_f_is_refused_in_the_forward(backward):
     weigh(fine(torch.randn(5, 8))).backward()
 
 
+@pytest.mark.slow
 @TRACER
 @pytest.mark.parametrize("backward", REPLAYING)
 @pytest.mark.parametrize("make", [MLP, Twice, lambda w: MLP(w, dropout=0.5)])
@@ -265,6 +266,7 @@ def test_compiled_f_agrees_with_eager(make, backward):
     assert worst_error(gradients(compiled), gradients(chain)) <= BOUND
 
 
+@pytest.mark.slow
 @TRACER
 @pytest.mark.parametrize("backward", ["store", *REPLAYING])
 def test_a_compiled_model_around_a_chain_agrees_with_eager(backward):
@@ -289,6 +291,7 @@ def test_a_compiled_model_around_a_chain_agrees_with_eager(backward):
         assert torch.allclose(compiled(x), model(x), rtol=1e-14)
 
 
+@pytest.mark.slow
 @TRACER
 @pytest.mark.parametrize("backward", ["store", *REPLAYING])
 def test_plain_chains_are_traced_whole(backward):

@@ -105,6 +105,7 @@ def test_chains_within_chains(backward):
         broken(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse", "reverse-checkpoint"])
 def test_training_lowers_the_loss_as_plain_training_does(backward):
     torch.manual_seed(0)

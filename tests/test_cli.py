@@ -9,6 +9,8 @@ import pytest
 import redivider as rd
 from redivider.cli import main
 
+pytestmark = pytest.mark.slow
+
 
 def test_models_prints_a_row_for_each_that_matches(capsys):
     assert main(["models", "revnet18", "*vit_tiny"]) == 0

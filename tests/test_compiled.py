@@ -18,6 +18,7 @@ from redivider.replay import call
 from redivider.replay.compiled_node import call_node
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # the compiler does
 ]

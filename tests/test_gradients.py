@@ -12,6 +12,8 @@ from torch import nn
 
 import redivider as rd
 
+SLOW = pytest.mark.slow
+DEPTHS = [1, 2, 3, *(pytest.param(depth, marks=SLOW) for depth in (4, 7, 8, 64))]
 BACKWARDS = ("reverse", "checkpoint", "store")
 BOUND = 1e-12
 
@@ -55,7 +57,7 @@ def _tuple(y):
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("depth", [*range(1, 10), 64])
+@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("kind", VECTORS)
 def test_vectors(kind, depth, backward):
     chain = vector_chain(lambda _: VECTORS[kind](), depth, backward=backward).double()
@@ -63,7 +65,7 @@ def test_vectors(kind, depth, backward):
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("depth", [*range(1, 10), 64])
+@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("kind", IMAGES)
 def test_images(kind, depth, backward):
     couplings = [rd.Coupling(IMAGES[kind]()) for _ in range(depth)]
@@ -72,7 +74,7 @@ def test_images(kind, depth, backward):
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("depth", [*range(1, 10), 64])
+@pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("kind", TOKENS)
 def test_tokens_with_a_mask(kind, depth, backward):
     couplings = [rd.Coupling(TOKENS[kind](), takes=("mask",)) for _ in range(depth)]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 REMEDY = re.compile(r'[\w ]+ needs [\w-]+; pip install "redivider\[(train|checkpoint)\]"')
 

@@ -173,6 +173,7 @@ def measure(*runs: str) -> list[tuple[int, int]]:
     return [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="reads the process's size on Linux"
 )
@@ -189,6 +190,7 @@ def test_a_process_is_no_larger_at_depth_64_than_at_depth_8():
     assert stored_32 > 16 * STREAM, "the control: the measure sees what is stored"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [0, 2])
 @pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse", "overlap"])
 def test_nothing_is_left_after_a_backward_though_the_loss_is_kept(backward, frozen):

@@ -252,6 +252,7 @@ def test_under_torchs_checkpoint_nothing_is_unpacked_twice(make, backward):
     assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", ["overlap", "checkpoint-overlap"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("kind", CHAINS)

@@ -137,6 +137,7 @@ def live_bytes() -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", REPLAYING)
 @pytest.mark.parametrize("arithmetic", ["float", "fixed"])
 def test_one_autocast_region_around_many_steps_collects_nothing(arithmetic, backward):
@@ -191,6 +192,7 @@ def test_recurrent_layers_inside_of_f(make, backward):
     compare(vector_chain(Recurrent, 3, backward=backward).double(), torch.randn(5, 4, 6).double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", REPLAYING)
 def test_two_threads_that_share_a_chain(backward):
     chain = vector_chain(lambda w: MLP(w), 4, backward=backward).double()

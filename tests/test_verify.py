@@ -23,6 +23,7 @@ def test_check_gradients_passes_what_is_right(backward):
     assert chain.backward == backward
 
 
+@pytest.mark.slow
 def test_under_autocast_gradients_may_differ_as_its_precision_does():
     chain = rd.create_model("rev_vit_tiny", image_size=32, patch_size=4, num_classes=10, seed=0)
     x = torch.randn(2, 3, 32, 32)

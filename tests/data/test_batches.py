@@ -40,6 +40,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @source
 @pytest.mark.parametrize("together", [1, 1000, 40_000, 2**21])
 def test_they_are_those_of_each_step(make, together, monkeypatch):

@@ -51,6 +51,7 @@ def test_an_epoch_shows_every_image_at_most_once():
         assert len(x.flatten(1).unique(dim=0)) == 48
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(0, 3))
 def test_visited_in_any_order(steps, seed):
     batches = make_images().batches(7, train=True, seed=seed)

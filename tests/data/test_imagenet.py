@@ -11,6 +11,7 @@ from data.archives import imagenet32_files, write_classes, write_folder, write_z
 from redivider.data import DataError, load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("below", ["", "imagenet32"])
 @pytest.mark.parametrize("layout", ["zip", "zip with a folder", "unpacked", "unpacked by archive"])
 def test_imagenet32_is_read(layout, below, tmp_path):

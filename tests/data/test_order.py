@@ -63,6 +63,7 @@ def test_every_number_comes_equally_often(num):
     assert (shares - 1).abs().max() < 0.06
 
 
+@pytest.mark.slow
 def test_every_sample_comes_first_equally_often():
     firsts = torch.stack([permutation(8, seed=1, epoch=epoch) for epoch in range(2000)])
     for place in range(8):

@@ -16,6 +16,8 @@ import redivider as rd
 from distributed.launch import launch
 from redivider import chain as chain_module
 
+pytestmark = pytest.mark.slow
+
 BATCH = 4  # samples of each process
 
 

@@ -15,6 +15,8 @@ import redivider as rd
 from distributed.cases import model, options, run
 from distributed.launch import launch, rank_env
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 60  # until all have ended
 TIMEOUT = round(seconds(2))  # of a pipeline: a rank that is only slow is waited for
 

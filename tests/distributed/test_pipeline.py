@@ -15,7 +15,7 @@ from distributed.launch import launch
 from redivider.initial import materialise
 from redivider.pipeline import wire
 
-pytestmark = pytest.mark.timeout(300)  # processes that start, on a busy machine
+pytestmark = pytest.mark.slow
 
 
 def train(rank, cases):

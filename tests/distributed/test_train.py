@@ -21,7 +21,9 @@ from redivider.train.errors import TrainError
 from redivider.train.loop import train
 from redivider.train.recipe import Recipe, read_recipe
 
-NUM_RUNS = int(os.environ.get("REDIVIDER_STRESS", "2"))
+pytestmark = pytest.mark.slow
+
+NUM_RUNS = int(os.environ.get("REDIVIDER_STRESS", "1"))
 NUM_STEPS = 90  # an epoch of 89 micro-batches, in whole updates
 
 

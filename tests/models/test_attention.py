@@ -125,6 +125,7 @@ def test_so_do_all_transformers(seen, name, options):
     assert seen == {64: {"flash", "efficient", "math"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [64, 128])
 def test_a_compiled_graph_chooses_in_the_same_way(num, monkeypatch):
     monkeypatch.setattr(attention, "_has_cudnn", lambda k: True)
@@ -141,6 +142,7 @@ def test_a_compiled_graph_chooses_in_the_same_way(num, monkeypatch):
     assert cuda.cudnn_sdp_enabled()
 
 
+@pytest.mark.slow
 def test_exported_for_any_length(monkeypatch):
     monkeypatch.setattr(attention, "_has_cudnn", lambda k: True)
     options = {**TEXT, "context": 256, "depth": 1, "attention_dropout": 0.0}

@@ -28,6 +28,7 @@ def test_names():
     assert rd.list_models("nothing*") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", rd.list_models())
 def test_every_model_builds_without_memory(name):
     model = rd.create_model(name, device="meta", backward="checkpoint", arithmetic="fixed")

@@ -178,6 +178,7 @@ def test_wrong_shapes_and_heads_are_refused():
         torch.autograd.grad(once, x, create_graph=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_nano", "rev_gpt_nano"])
 def test_as_the_loss_of_a_pipeline_it_trains_the_model_s_own_head(name):
     options = {**TEXT, "depth": 2, "dropout": 0.0, "attention_dropout": 0.0, "drop_path": 0.0}

@@ -19,6 +19,7 @@ def test_every_family_has_a_row():
     assert {resolve(name)[0].prefix for name in NAMES} == {each.prefix for each in FAMILIES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse", "reverse-checkpoint"])
 @pytest.mark.parametrize(("name", "options"), EACH_DEPTH)
 def test_loss_and_gradients_are_those_of_plain_autograd(name, options, backward):
@@ -39,6 +40,7 @@ def test_loss_and_gradients_are_those_of_plain_autograd(name, options, backward)
         assert torch.allclose(model.get_buffer(key), buffer, rtol=1e-12), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), [each for each in EACH if "rev" in each[0]])
 def test_least_is_kept_where_junctions_keep_their_input_alone(name, options):
     kept = summarise(name, also=("checkpoint", "reverse", "reverse-checkpoint"), **options).kept
@@ -50,6 +52,7 @@ def test_least_is_kept_where_junctions_keep_their_input_alone(name, options):
         assert more["reverse-checkpoint"] == least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), EACH_DEPTH)
 def test_every_coupling_is_inverted(name, options):
     model = rd.create_model(name, dtype=torch.float64, **options)
@@ -61,6 +64,7 @@ def test_every_coupling_is_inverted(name, options):
     assert len(report.each) == len(couplings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), EACH)
 def test_it_runs_through_a_pipeline(name, options):
     model = rd.create_model(name, **options)
@@ -91,6 +95,7 @@ def test_it_runs_through_a_pipeline(name, options):
     assert not same, f"these were not trained: {same}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), EACH)
 def test_it_learns_a_batch_of_real_data(name, options):
     """Digits; for language models bytes of a text in $REDIVIDER_DATA, or else of the licence."""

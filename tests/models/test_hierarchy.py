@@ -56,6 +56,7 @@ def merge(state, key, x):
     return x @ state[f"{key}.reduce.weight"].T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "shift"), [(4, 2), (2, 1), (8, 0), (5, 2)])
 def test_rev_swin(window, shift):
     size = 10 if window == 5 else 8
@@ -107,6 +108,7 @@ def test_gradients_of_attention_in_windows(shift):
 DROPS = {"dropout": 0.0, "attention_dropout": 0.0, "drop_path": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["swin_tiny", "rev_swin_tiny", "mvit_base", "rev_mvit_base"])
 def test_dropout_is_everywhere_it_should_be_and_only_in_training(name):
     options = {**(SWIN if "swin" in name else MVIT), "depths": (2, 2)}

@@ -10,6 +10,7 @@ from redivider.initial import materialise
 from redivider.models.catalogue import resolve
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), EACH)
 def test_a_subset_of_units_gets_the_weights_of_the_whole(name, options):
     whole = rd.create_model(name, seed=3, **options)
@@ -27,6 +28,7 @@ def test_a_subset_of_units_gets_the_weights_of_the_whole(name, options):
             assert torch.equal(each, whole.state_dict()[f"{key}.{inner}"]), (key, inner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), EACH)
 def test_another_seed_gives_other_weights_and_units_differ(name, options):
     one, same, other = (rd.create_model(name, seed=seed, **options) for seed in (0, 0, 1))
@@ -97,6 +99,7 @@ def test_a_parent_may_correct_what_its_children_drew():
     assert parent.child.weight.eq(7).all() and not parent.child.bias.eq(7).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pattern", "std"),
     [

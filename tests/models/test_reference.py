@@ -12,6 +12,8 @@ from torch import Tensor
 
 import redivider as rd
 
+pytestmark = pytest.mark.slow
+
 
 def load(model: rd.Chain, theirs: dict[str, Tensor], rules: list[tuple[str, str]]) -> rd.Chain:
     """Give our model their weights, each key rewritten by the first rule that fits it whole."""

@@ -11,6 +11,8 @@ from redivider.footprint import Live
 from redivider.models.catalogue import resolve
 from redivider.models.summary import Fused, _Counter, summarise
 
+pytestmark = pytest.mark.slow
+
 
 def num_parameters(name, **options):
     model = rd.create_model(name, device="meta", **options)

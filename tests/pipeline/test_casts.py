@@ -71,6 +71,7 @@ class CastsOf(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["petra", "dsp", "delayed"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_numbers_are_those_of_autocast(method, accumulate, monkeypatch):
@@ -102,6 +103,7 @@ def test_a_tick_casts_no_weight():
     assert set.union(*cast) == set(model.parameters()) - norms
 
 
+@pytest.mark.slow
 def test_weights_changed_by_others_are_cast_again(monkeypatch):
     def change(model):
         with torch.no_grad():
@@ -119,6 +121,7 @@ def test_weights_changed_by_others_are_cast_again(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
 
 
+@pytest.mark.slow
 def test_other_precisions_and_none(monkeypatch):
     models = [network(), network()]
     losses = []
@@ -203,6 +206,7 @@ def test_copies_keep_their_strides():
     assert torch.equal(copy, weight.bfloat16())
 
 
+@pytest.mark.slow
 def test_look_ahead_goes_without(monkeypatch):
     models = [network(), network()]
     losses = []

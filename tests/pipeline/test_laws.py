@@ -55,6 +55,7 @@ def batch(n: int):
     return torch.randn(3, 5, generator=generator), torch.randint(3, (3,), generator=generator)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data())
 def test_nothing_is_lost_repeated_or_reordered_and_saving_changes_nothing(data):

@@ -41,8 +41,7 @@ def by_microbatch(pipe: rd.Pipeline) -> list[dict[str, torch.Tensor]]:
     return [dict(kv for part in parts for kv in part.items()) for parts in zip(*seen, strict=True)]
 
 
-@pytest.mark.parametrize("latency", [1, 2])
-@pytest.mark.parametrize("stages", CUTS)
+@pytest.mark.parametrize("stages, latency", [(3, 2), pytest.param(10, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", METHODS)
 def test_with_frozen_weights_every_gradient_is_backprops(method, stages, latency):
     model = network()
@@ -61,9 +60,9 @@ def test_with_frozen_weights_every_gradient_is_backprops(method, stages, latency
             assert torch.allclose(grads[name], parameter.grad, rtol=1e-11, atol=1e-15), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("arithmetic", ["float", "fixed"])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("arithmetic, accumulate", [("float", 3), ("fixed", 1)])
 def test_one_stage_is_plain_training(method, arithmetic, accumulate):
     """To the last bit, but for streams rebuilt in floating point: those are a reversing chain's."""
     # Split, not Duplicate: where one tensor becomes both streams, plain autograd adds three
@@ -124,6 +123,7 @@ def test_the_delay_of_a_stage(latency):
 RUNS = {"petra": 2, "dsp": 2, "delayed": 2, "delayed-graph": 1, "exact-inverse": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", RUNS)
 def test_f_runs_as_often_as_the_method_says(method):
     model = network()
@@ -145,6 +145,7 @@ def storages_like(shape: tuple[int, ...]) -> int:
     return len({each.untyped_storage().data_ptr() for each in tensors if each.shape == shape})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, accumulate, copies",
     [
@@ -246,6 +247,7 @@ def dropping() -> rd.Chain:
     ).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_dropout_is_a_function_of_seed_micro_batch_and_unit_and_not_of_the_cut(method):
     found = []

@@ -57,6 +57,7 @@ class Perceptron(nn.Module):
         return self.two(torch.tanh(self.one(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_torchs_checkpoint_inside_of_a_unit_sees_the_weights_of_its_run(method):
     ends = []
@@ -193,6 +194,7 @@ class Turning(nn.Module):
         return self.inner(x) * torch.cos(self.angle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_buffers_that_are_not_persistent_are_in_the_state(on_disk, tmp_path):
     one, other = (network(lambda: Turning(6, 6)) for _ in range(2))
@@ -225,6 +227,7 @@ class Cached(nn.Module):
         return self.inner(x) / self.table.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [None, torch.ones(2)], ids=["none", "short"])
 def test_buffers_of_other_sizes_are_put_back(first):
     one, other = (network(lambda: Cached(first)) for _ in range(2))
@@ -244,6 +247,7 @@ def test_buffers_of_other_sizes_are_put_back(first):
         fresh.load_state_dict(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["zero", "freeze"])
 def test_look_ahead_sees_weights_that_somebody_changed(change):
     """Between two updates, where nothing that the pipeline counts has changed."""
@@ -335,6 +339,7 @@ def test_a_dictionary_that_is_more_than_one_is_not_saved_as_one(tmp_path):
     pipe.save(tmp_path / "state")
 
 
+@pytest.mark.slow
 def test_a_probe_sees_through_torchs_checkpoint():
     found = []
     for again in (False, True):
@@ -363,6 +368,7 @@ def test_weights_of_few_bits_may_be_in_a_stage():
     assert {stage.norm.dtype for stage in pipe.stages} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_what_is_frozen_does_not_move_by_graphs_that_were_made_before():
     for method in METHODS:
         units = network(lambda: nn.Linear(6, 6))

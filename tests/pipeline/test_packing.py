@@ -40,6 +40,7 @@ def test_what_is_not_packed():
         Packing(torch.float16)
 
 
+@pytest.mark.slow
 def test_the_probe_measures_what_it_costs():
     found = {}
     for dtype in (None, torch.bfloat16, torch.int8):

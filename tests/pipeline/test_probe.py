@@ -29,6 +29,7 @@ def compare(one, other):
     return float(a @ b / (a.norm() * b.norm())), float(a.norm() / b.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, cut, accumulate, latency, lookahead",
     [
@@ -89,6 +90,7 @@ def test_it_finds_what_histories_and_plain_autograd_give(
         assert max(rebuilt_errors) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_with_weights_that_stand_still_all_gradients_are_one(method):
     model = network()
@@ -108,6 +110,7 @@ def test_with_weights_that_stand_still_all_gradients_are_one(method):
         assert values == pytest.approx([1.0] * 4, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_that_are_exact_but_late_find_the_delayed_gradient(method):
     model = network()
@@ -121,6 +124,7 @@ def test_methods_that_are_exact_but_late_find_the_delayed_gradient(method):
     assert max(abs(each.cosine - 1) for each in late) > 1e-4, "staleness must show"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("arithmetic", ["float", "fixed"])
 def test_it_leaves_no_trace_in_the_training(method, arithmetic):
@@ -149,6 +153,7 @@ def test_a_state_that_is_loaded_ends_the_samples_in_flight():
     assert fresh == {5}, "only what entered since"
 
 
+@pytest.mark.slow
 def test_it_prints_and_draws(tmp_path):
     _, pipe = build_with_everything()
     probe = pipe.probe(every=3)

@@ -14,6 +14,7 @@ from pipeline.reference import METHODS, Reference
 from redivider.footprint import Live
 from redivider.pipeline.lookahead import predict
 
+SLOW = pytest.mark.slow
 BOUND = 1e-12
 TICKS = 40
 
@@ -131,14 +132,14 @@ def follow(cut, method, accumulate, latency, optimizer="sgd", cls=rd.Pipeline, *
 
 @pytest.mark.parametrize(
     "stages, accumulate, latency",
-    [(1, 1, 1), (1, 3, 3), (2, 1, 1), (2, 2, 3), (3, 3, 2), (5, 2, 1), (5, 1, 3), (10, 3, 1)],
+    [(1, 3, 3), (2, 1, 1), (2, 2, 3), (3, 3, 2), (5, 2, 1), pytest.param(10, 3, 1, marks=SLOW)],
 )
 def test_petra(stages, accumulate, latency):
     assert max(follow(CUTS[stages], "petra", accumulate, latency)) <= BOUND
 
 
 @pytest.mark.parametrize(
-    "stages, accumulate, latency", [(1, 2, 1), (2, 1, 1), (3, 3, 2), (5, 2, 1)]
+    "stages, accumulate, latency", [(3, 3, 2), pytest.param(5, 2, 1, marks=SLOW)]
 )
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "petra"])
 def test_other_methods(method, stages, accumulate, latency):
@@ -152,7 +153,7 @@ def cuts(draw):
     return [b - a for a, b in pairwise([0, *sorted(ends), 14])]
 
 
-@pytest.mark.slow
+@SLOW
 @settings(max_examples=15)
 @given(
     cut=cuts(),
@@ -170,6 +171,7 @@ def test_any_cut_and_any_options(cut, method, accumulate, latency, lookahead, lr
     assert max(follow(cut, method, accumulate, latency, **options)) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS)[1:])
 @pytest.mark.parametrize("method", ["petra", "delayed"])
 def test_optimizers(method, optimizer):
@@ -195,13 +197,16 @@ def grouped(parameters):
     return torch.optim.SGD([each for each in groups if each["params"]], momentum=0.9)
 
 
-@pytest.mark.parametrize("stages, accumulate, latency", [(2, 1, 1), (3, 2, 2), (5, 3, 1)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method, stages, accumulate, latency",
+    [("petra", 5, 3, 1), *(pytest.param(method, 3, 2, 2, marks=SLOW) for method in METHODS)],
+)
 def test_lookahead(method, stages, accumulate, latency):
     found = follow(CUTS[stages], method, accumulate, latency, lookahead="momentum")
     assert max(found) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     ["sgd plain", "sgd fused", "adam", "adamw small", "amsgrad", "groups", "rate as a tensor"],
@@ -210,6 +215,7 @@ def test_lookahead_of_optimizers(optimizer):
     assert max(follow(CUTS[5], "petra", 2, 1, optimizer, lookahead="momentum")) <= 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [None, "momentum"])
 @pytest.mark.parametrize("stages, accumulate, latency", [(1, 2, 1), (5, 3, 2)])
 def test_rates_by_delay(stages, accumulate, latency, lookahead):
@@ -217,11 +223,13 @@ def test_rates_by_delay(stages, accumulate, latency, lookahead):
     assert max(follow(CUTS[stages], "petra", accumulate, latency, **options)) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw small", "groups", "rate as a tensor"])
 def test_rates_by_delay_of_optimizers(optimizer):
     assert max(follow(CUTS[5], "petra", 2, 1, optimizer, lr_by_delay=True)) <= 1e-9
 
 
+@SLOW
 def test_rates_by_delay_without_a_schedule_and_beside_one_of_torchs():
     made = []
 
@@ -248,6 +256,7 @@ def test_rates_by_delay_without_a_schedule_and_beside_one_of_torchs():
     assert rates == [1.4 / each for each in late]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_lookahead_where_a_loss_is_maximised(kind):
     """Of the negative loss: the same path."""
@@ -296,6 +305,7 @@ class Late(nn.Module):
         return y + x * self.second if self.runs > 20 else y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["delayed", "exact-inverse"])
 def test_weights_in_a_stash_do_not_move(method):
     units = [nn.Linear(5, 4), rd.Duplicate(), *(rd.Coupling(Late()) for _ in range(4)), rd.Fuse()]
@@ -312,6 +322,7 @@ def test_weights_in_a_stash_do_not_move(method):
         assert not any(id(each) in own for each in stashed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_lookahead_takes_one_more_copy_of_the_weights(accumulate):
     model = network()
@@ -327,6 +338,7 @@ def test_lookahead_takes_one_more_copy_of_the_weights(accumulate):
     assert held[1] - held[0] == but_the_last
 
 
+@pytest.mark.slow
 def test_lookahead_changes_the_path():
     ends = []
     for lookahead in (None, "momentum"):
@@ -364,11 +376,13 @@ class OneOff(rd.Pipeline):
         return super()._forward(j, n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_control_messages_one_tick_off_leave_the_path(method):
     assert min(follow(CUTS[5], method, 1, 1, cls=OneOff)) > 1e-4
 
 
+@pytest.mark.slow
 def test_the_methods_differ_from_each_other():
     """Or the tests above could not tell them apart."""
     ends = {}

@@ -23,6 +23,7 @@ OPTIMIZERS = {
 }
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated"),  # the compiler's own

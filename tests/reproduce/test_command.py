@@ -10,6 +10,8 @@ from redivider.reproduce import sweep
 from redivider.reproduce.claims import CLAIMS
 from redivider.train.loop import Stopped
 
+pytestmark = pytest.mark.slow
+
 SMALL = "--data digits --model-options width 4 --depths 1 1 --microbatch 16 --precision float32"
 
 

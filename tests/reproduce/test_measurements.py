@@ -11,6 +11,8 @@ from redivider.reproduce import limits, sweep
 from redivider.reproduce.limits import largest, step_fits
 from redivider.reproduce.steps import Step
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SMALL = {"width": 16, "heads": 2, "depth": 2}
 

@@ -12,6 +12,8 @@ from redivider.train.errors import TrainError
 from redivider.train.loop import Stopped
 from redivider.train.runs import read_run
 
+pytestmark = pytest.mark.slow
+
 
 def rows_in(folder):
     return [json.loads(line) for line in (folder / RESULTS).read_text().splitlines()]

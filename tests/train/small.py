@@ -2,9 +2,11 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import workers
@@ -99,26 +101,32 @@ def command(*arguments: object, **options) -> subprocess.Popen:
     return subprocess.Popen(words, **pipes, **options)
 
 
-def run_command(*arguments: object, kill: tuple[str, int] | None = None) -> tuple[int, str]:
+def run_command(*arguments: object, prepare: tuple[object, ...] = ()) -> tuple[int, str]:
     """Run `redivider` in a process of its own; return its exit code and what it said.
 
     Args:
         arguments: Of the command line.
-        kill: A signal that the process gets, and after how many micro-batches.
+        prepare: A function to call there first, and its arguments.
     """
     output = Path.cwd() / ".output.txt"
     words = [*map(str, arguments)]
-    process = workers.start(_run, words, kill, folder=Path.cwd(), output=output)
+    process = workers.start(_run, words, *prepare, folder=Path.cwd(), output=output)
     assert not workers.end([process], seconds(60)), f"it hangs: {output.read_text()}"
     said = output.read_text()
     output.unlink()
     return process.exitcode, said
 
 
-def _run(words: list[str], kill: tuple[str, int] | None) -> int:
-    if kill is not None:
-        send_signal(*kill)
+def _run(words: list[str], prepare: Callable[..., None] | None = None, *args: object) -> int:
+    if prepare is not None:
+        prepare(*args)
     return main(words)
+
+
+def limit_files(size: int) -> None:
+    """Let no file of this process grow beyond so many bytes; it stands for a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def send_signal(name: str, after: int) -> None:
@@ -131,3 +139,10 @@ def send_signal(name: str, after: int) -> None:
             os.kill(os.getpid(), getattr(signal, name))
 
     Progress.advance = advanced
+
+
+def hide(module: str) -> None:
+    """Let a module be as if it were not installed, and nothing of ours had asked for it yet."""
+    for name in [name for name in sys.modules if name.startswith("redivider.train")]:
+        del sys.modules[name]
+    sys.modules[module] = None

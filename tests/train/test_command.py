@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import pty
-import resource
 import select
 import shutil
 import signal
@@ -25,7 +24,18 @@ from redivider.cli import main
 from redivider.train.compare import variants
 from redivider.train.errors import TrainError
 from redivider.train.folder import writing
-from train.small import command, recipe, rows, run_command, stop_in_evaluation
+from train.small import (
+    command,
+    hide,
+    limit_files,
+    recipe,
+    rows,
+    run_command,
+    send_signal,
+    stop_in_evaluation,
+)
+
+pytestmark = pytest.mark.slow
 
 RECIPE = Path("recipe.json")
 
@@ -35,6 +45,12 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REDIVIDER_DATA", str(tmp_path / "data"))
     (tmp_path / RECIPE).write_text(recipe(method="petra", epochs=1, save_minutes=0).to_json())
+
+
+def is_one_line(said, what):
+    """Whether a command has ended with one line that says what is wrong."""
+    lines = [line for line in said.splitlines() if line.startswith("redivider: ")]
+    return len(lines) == 1 and what in lines[0] and "Traceback" not in said
 
 
 def forget_the_end(folder):
@@ -58,7 +74,9 @@ def whole(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_signals_lose_nothing(how, whole):
-    code, said = run_command("train", "recipe.json", "--out", "parts", kill=(how, 50))
+    code, said = run_command(
+        "train", "recipe.json", "--out", "parts", prepare=(send_signal, how, 50)
+    )
     if how == "SIGKILL":
         assert code == -signal.SIGKILL
     else:
@@ -86,16 +104,10 @@ def test_a_full_disk_loses_no_checkpoint(capsys):
     stated = json.loads(Path("run/recipe.json").read_text())
     Path("full/recipe.json").write_text(json.dumps({**stated, "epochs": 1.0}))
     forget_the_end(Path("full"))
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
-
-    process = command("train", "--resume", "full", preexec_fn=limit)
-    out, err = process.communicate(timeout=seconds(60))
-    assert process.returncode == 2, err
-    assert "make room" in err and err.count("\n") == 1 and "Traceback" not in err
-    assert "warning: cannot write a checkpoint" in out  # training went on until the end
+    code, said = run_command("train", "--resume", "full", prepare=(limit_files, size // 2))
+    assert code == 2, said
+    assert is_one_line(said, "make room")
+    assert "warning: cannot write a checkpoint" in said  # training went on until the end
     found = sorted(Path("full/checkpoints").iterdir())
     assert [each.name for each in found] == [each.name for each in kept]
     assert main(["train", "--resume", "full"]) == 0
@@ -103,18 +115,12 @@ def test_a_full_disk_loses_no_checkpoint(capsys):
 
 @pytest.mark.parametrize("words", ["train recipe.json --out other", "report run --out page.html"])
 def test_what_a_full_disk_stops_says_so_and_leaves_what_was_there(words):
-    assert main(["train", "recipe.json", "--out", "run"]) == 0
+    assert main(["train", "recipe.json", "--out", "run", "--epochs", "0.2"]) == 0
     assert main(["report", "run", "--out", "page.html"]) == 0
     page = Path("page.html").read_bytes()
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-
-    process = command(*words.split(), preexec_fn=limit)
-    _, err = process.communicate(timeout=seconds(60))
-    assert process.returncode == 2, err
-    assert "make room" in err and err.count("\n") == 1 and "Traceback" not in err
+    code, said = run_command(*words.split(), prepare=(limit_files, 1000))
+    assert code == 2, said
+    assert is_one_line(said, "make room")
     assert Path("page.html").read_bytes() == page
     assert not list(Path().glob(".page*"))
 
@@ -294,7 +300,7 @@ def test_a_comparison_that_was_stopped_goes_on():
     words = "train recipe.json --epochs 0.5 --compare store petra --out".split()
     code, said = run_command(*words, "whole")
     assert code == 0, said
-    code, said = run_command(*words, "parts", kill=("SIGINT", 46 + 20))
+    code, said = run_command(*words, "parts", prepare=(send_signal, "SIGINT", 46 + 20))
     assert code == 130 and "--resume parts" in said
     assert rows(Path("parts/store"), "end") and not rows(Path("parts/petra"), "end")
     code, said = run_command("train", "--resume", "parts")
@@ -306,14 +312,10 @@ def test_a_comparison_that_was_stopped_goes_on():
 
 @pytest.mark.parametrize("module", ["tqdm", "safetensors", "numpy"])
 def test_what_is_not_installed_is_said_before_anything_is_done(module):
-    code = f"import sys; sys.modules[{module!r}] = None; from redivider.cli import main; "
-    words = ["train", "recipe.json", "--out", "never"]
-    found = subprocess.run(
-        [sys.executable, "-c", f"{code}sys.exit(main({words}))"], capture_output=True, text=True
-    )
-    assert found.returncode == 2 and not Path("never").exists()
-    said = f'redivider: training needs {module}; pip install "redivider[train]"\n'
-    assert found.stderr.endswith(said) and "Traceback" not in found.stderr
+    words = ("train", "recipe.json", "--out", "never")
+    code, said = run_command(*words, prepare=(hide, module))
+    assert code == 2 and not Path("never").exists()
+    assert said == f'redivider: training needs {module}; pip install "redivider[train]"\n'
 
 
 def test_a_folder_that_cannot_be_made_is_not_said_to_be_full(capsys):

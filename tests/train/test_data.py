@@ -12,6 +12,8 @@ from redivider.train.loop import train
 from redivider.train.recipe import Method
 from train.small import recipe, rows
 
+pytestmark = pytest.mark.slow
+
 
 def has_cifar10():
     if not os.environ.get("REDIVIDER_DATA"):

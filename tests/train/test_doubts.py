@@ -49,6 +49,7 @@ def test_adamw_by_late_gradients_is_told():
     assert not doubts(replace(late, optimizer="sgd"), 100, num_stages=14)
 
 
+@pytest.mark.slow
 def test_a_run_says_so_when_it_begins(tmp_path, capsys):
     train(recipe(method="store", epochs=0.1, warmup=1), tmp_path / "short")
     said = "".join(capsys.readouterr())

@@ -31,6 +31,8 @@ from redivider.train.runs import read_run
 from train import small
 from train.small import recipe, rows, stop_after
 
+pytestmark = pytest.mark.slow
+
 
 def by_hand(num_updates):
     """Plain torch: a model, an optimizer, a loop."""

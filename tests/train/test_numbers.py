@@ -18,6 +18,8 @@ from redivider.train.task import Labels, make_task
 from train import small
 from train.small import recipe, rows
 
+pytestmark = pytest.mark.slow
+
 
 def test_rates_epochs_and_speed_are_those_of_the_line(tmp_path, monkeypatch):
     times = iter(range(10**6))

@@ -13,6 +13,8 @@ from redivider.pipeline.tick import actions
 from redivider.train import plots
 from redivider.train.report import read_run, write_report
 
+pytestmark = pytest.mark.slow
+
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 

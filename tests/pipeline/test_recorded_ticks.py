@@ -1,0 +1,11 @@
+"""A corner of test_concurrent.py that `make fast` runs, too: recorded ticks equal eager ones."""
+
+from pipeline.test_concurrent import CUTS, build, run
+from pipeline.test_state import equal
+
+
+def test_recorded_ticks_are_those_of_lockstep():
+    pipes = [build(CUTS[3], accumulate=2, recorded=recorded) for recorded in (True, False)]
+    assert equal(*[run(pipe, 40) for pipe in pipes])
+    assert pipes[0]._concurrent.is_active
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
