@@ -281,7 +281,7 @@ def _compare(recipe: "Recipe", where: Where) -> int:
         folder, rows = run(recipe, **where)
     except Stopped as stopped:
         return _say_how_to_go_on(stopped.folder, str(stopped))
-    print(f"\n{table(rows)}\n\n{folder / REPORT}")
+    print(f"\n{table(rows)}\n\nopen in a browser: {folder / REPORT}")
     return 0
 
 

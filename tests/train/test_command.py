@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -284,7 +285,11 @@ def test_compare_and_report(capsys):
     table = out[out.index("method  ") :].splitlines()
     assert table[0].split()[:4] == ["method", "accuracy", "seconds", "activations"]
     assert [line.split()[0] for line in table[1:3]] == ["store", "petra"]
-    assert out.rstrip().endswith("c/report.html")
+    for method in ("store", "petra"):  # nothing that takes long is silent
+        for depth in (1, 2, 4):
+            line = rf"^small, {method}: [\d.]+ MiB of activations at depth {depth}$"
+            assert re.search(line, out, re.MULTILINE)
+    assert out.splitlines()[-1] == "open in a browser: c/report.html"
     page = Path("c/report.html").read_text()
     assert "small, store" in page and "small, petra" in page
     assert main(["report", "c/petra", "c/store", "--out", "other.html"]) == 0

@@ -11,7 +11,8 @@ from redivider.train.engine import PipelineEngine
 from redivider.train.errors import TrainError
 from redivider.train.folder import claim, write_whole
 from redivider.train.loop import Result, Stopped, train
-from redivider.train.machine import within_memory
+from redivider.train.machine import using_threads, within_memory
+from redivider.train.progress import tell
 from redivider.train.recipe import Recipe
 from redivider.train.report import write_report
 from redivider.train.runs import RECIPE, read_run
@@ -67,11 +68,13 @@ def compare(
             results[name] = train(each, where, resume=resume and (where / RECIPE).exists())
             if results[name].is_last:
                 raise Stopped(f"stopped after {name}, which has ended", folder)
+        tell(recipe.name, "writing the report")
         write_report([each.folder for each in results.values()], folder / REPORT)
         rows = []
         for name, each in runs:
             held = read_run(results[name].folder).held("activations")
-            depths = {} if "," in name else measure_depths(each)
+            with using_threads(each.threads):
+                depths = {} if "," in name else measure_depths(each)
             rows.append(Row(name, results[name], int(sum(held)) if held else None, depths))
         return folder, rows
     except (KeyboardInterrupt, Stopped) as stopped:
@@ -91,7 +94,7 @@ def variants(recipe: Recipe) -> list[tuple[str, Recipe]]:
 
 
 def measure_depths(recipe: Recipe) -> dict[int, int]:
-    """Bytes of activations that the method holds, by the depth of the model."""
+    """Return the bytes of activations that the method holds, by the depth of the model."""
     found = {}
     num_stages = recipe.stages
     if recipe.is_pipeline and recipe.compare_depths and num_stages == "auto":
@@ -109,6 +112,8 @@ def measure_depths(recipe: Recipe) -> dict[int, int]:
         held = engine.holdings()
         assert held is not None, "the pipeline is full"
         found[depth] = sum(each.activations + each.messages for each in held)
+        name = f"{recipe.name}, {recipe.method}"
+        tell(name, f"{_mib(found[depth])} of activations at depth {depth}")
     return found
 
 

@@ -10,6 +10,14 @@ need("tqdm")
 from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: E402
 
 
+def tell(name: str, text: str) -> None:
+    """Print a line about a run; training goes on when nobody reads it."""
+    try:
+        print(f"{name}: {text}", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Progress:
     """A progress bar on a terminal; elsewhere a line for each evaluation."""
 
@@ -50,10 +58,7 @@ class Progress:
         if self._is_quiet:
             return
         self._bar.clear()
-        try:
-            print(f"{self._name}: {text}", flush=True)
-        except BrokenPipeError:  # nobody reads any more, and training goes on
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        tell(self._name, text)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

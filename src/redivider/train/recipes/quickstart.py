@@ -4,18 +4,18 @@ from redivider.train.recipe import Recipe
 
 
 def quickstart() -> Recipe:
-    """Eight stages, a unit each: stem, six blocks, head."""
+    """Six stages, a unit each: stem, four blocks, head."""
     return Recipe(
         name="quickstart",
         model="revnet18",
         model_options={"width": 16},
-        depths=(3, 3),
+        depths=(2, 2),
         data="digits",
         method="petra",
         compare=("store", "checkpoint", "reverse", "petra"),
         compare_depths=(8, 32, 128),
-        microbatch=8,
-        accumulate=8,
+        microbatch=16,
+        accumulate=4,
         epochs=5,
         optimizer="sgd",
         lr=0.1,
@@ -23,8 +23,8 @@ def quickstart() -> Recipe:
         warmup=1,
         schedule="cosine",
         threads=1,  # its kernels are too small for more
-        log_every=64,
-        probe_every=400,
+        log_every=32,
+        probe_every=200,
     )
 
 
