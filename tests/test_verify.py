@@ -1,6 +1,7 @@
 """The checkers find what is wrong, pass what is right, and leave everything as it was."""
 
 import random
+import warnings
 
 import pytest
 import torch
@@ -32,6 +33,11 @@ def test_under_autocast_gradients_may_differ_as_its_precision_does():
         assert 1e-3 < found.worst <= 5e-2
         with pytest.raises(ValueError, match=r"more than 1.0e-03"):
             rd.check_gradients(chain, x, tolerance=1e-3)
+
+
+def test_a_cpu_without_bf16_instructions_is_no_error():
+    """There torch warns once, in words of its own, and takes another kernel."""
+    warnings.warn("mkldnn_matmul bf16 path needs a cpu with bf16 support", stacklevel=1)
 
 
 def test_check_gradients_takes_keywords_and_pairs():

@@ -462,7 +462,14 @@ def test_full_memory_is_said_in_a_line(method, tmp_path, monkeypatch):
     assert read_run(tmp_path / "run").train
 
 
+CPU_FULL = (  # of builds of torch that allocate in different ways
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate 7340032 bytes. Error code 12 (Cannot allocate memory)",
+    "[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: not enough memory: you tried to "
+    "allocate 7340032 bytes.",
+)
 FULL = {
+    **{RuntimeError(text): "7 MiB" for text in CPU_FULL},
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"): "2.50 GiB",
     MemoryError("Unable to allocate 7.28 TiB for an array with shape (10,)"): "7.28 TiB",
 }
