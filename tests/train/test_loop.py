@@ -465,8 +465,8 @@ def test_full_memory_is_said_in_a_line(method, tmp_path, monkeypatch):
 CPU_FULL = (  # of builds of torch that allocate in different ways
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you "
     "tried to allocate 7340032 bytes. Error code 12 (Cannot allocate memory)",
-    "[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: not enough memory: you tried to "
-    "allocate 7340032 bytes.",
+    "[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: not enough memory: you tried "
+    "to allocate 7340032 bytes.",
 )
 FULL = {
     **{RuntimeError(text): "7 MiB" for text in CPU_FULL},
