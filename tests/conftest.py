@@ -1,4 +1,4 @@
-"""Fixed seeds, one thread per worker, short Hypothesis runs, and time limits for slow machines."""
+"""Fixed seeds, one thread per worker (or REDIVIDER_THREADS), short Hypothesis runs, time limits."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
     from hypothesis import settings
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("REDIVIDER_THREADS", "1")))
     settings.register_profile("redivider", max_examples=25, deadline=None, derandomize=True)
     settings.load_profile("redivider")
 

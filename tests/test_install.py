@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("hatchling")
+pytest.importorskip("pip")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
