@@ -1,6 +1,7 @@
 """Fixed seeds, one thread per worker (or REDIVIDER_THREADS), short Hypothesis runs, time limits."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from patience import patience, seconds
 
 # One compiler process instead of a pool of them in every worker; read when torch is imported.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not even import files of slow tests alone where they are not wanted."""
     if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
-        return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+        return SLOW_FILE.search(collection_path.read_text()) is not None or None
     return None
 
 
@@ -35,6 +38,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = item.get_closest_marker("timeout")
         limit = seconds(marker.args[0] if marker else usual)
         item.add_marker(pytest.mark.timeout(limit), append=False)
+
+
+@pytest.fixture
+def one_thread():
+    """Let this process compute with as many threads as the recipes of tests say."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

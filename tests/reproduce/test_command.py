@@ -12,7 +12,7 @@ from redivider.train.loop import Stopped
 
 pytestmark = pytest.mark.slow
 
-SMALL = "--data digits --model-options width 4 --depths 1 1 --microbatch 16 --precision float32"
+SMALL = "--data digits --model-options width 8 --depths 1 1 --microbatch 16 --precision float32"
 
 
 def test_claims_are_listed(capsys):

@@ -31,7 +31,7 @@ from redivider.train.runs import read_run
 from train import small
 from train.small import recipe, rows, stop_after
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def by_hand(num_updates):

@@ -18,7 +18,7 @@ from redivider.train.task import Labels, make_task
 from train import small
 from train.small import recipe, rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def test_rates_epochs_and_speed_are_those_of_the_line(tmp_path, monkeypatch):
