@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 
 import torch
-from patience import seconds
 
 import redivider as rd
 from redivider.cli import main
-from redivider.train import crew
 
 step = rd.DistributedPipeline.step
 
@@ -26,30 +24,19 @@ def meet(name: str) -> int | None:
     return int(tick) if os.environ["RANK"] == rank and is_first else None
 
 
-def have_all_stopped() -> None:
-    """Have torchrun stop all ranks, and wait for its signal: none of them ends before it comes."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    os.kill(os.getppid(), signal.SIGTERM)
-    signal.sigtimedwait({signal.SIGTERM}, seconds(60))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def step_or_die(self, *given, **side):
     tick = self._first + self._entered
     if tick == meet("VICTIM"):
         Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if tick == meet("STOP"):
-        have_all_stopped()
+        os.kill(os.getppid(), signal.SIGTERM)
     if tick == meet("FULL"):
         torch.nn.BatchNorm2d.forward = lambda *given: torch.empty(2**60, dtype=torch.uint8)
     return step(self, *given, **side)
 
 
-# This module is imported by such processes alone.
-rd.DistributedPipeline.step = step_or_die
-crew.SECONDS = 0.0  # a wish to stop is heard at once, however few steps there are
+rd.DistributedPipeline.step = step_or_die  # this module is imported by such processes alone
 
 if __name__ == "__main__":
     sys.exit(main())
