@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # what development needs.
 TRAIN := $(VENV)/train.ready
 DEV := $(VENV)/dev.ready
-# Without bytecode, which python writes for the few modules that it meets: twice as fast.
+# Without bytecode: python writes it for the few modules that it imports.
 INSTALL := python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 PYTEST := python -m pytest -n 2 --dist worksteal
 TORCH ?= 2.11.0

@@ -178,10 +178,10 @@ def _as_memory_allows(ways: Sequence[str], do: Callable[[str], Any]) -> dict[str
 def is_short_of_memory(error: RuntimeError) -> bool:
     """Return whether an allocation failed, in torch's allocators or in a library beside them.
 
-    On the CPU torch raises a plain RuntimeError whose wording depends on the build. Only the name
-    of the allocator is in all of them.
+    On the CPU torch raises a plain RuntimeError whose wording depends on the build. The name of the
+    allocator is in both wordings that are known.
     """
-    words = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator", "not enough memory")
+    words = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 

@@ -157,7 +157,7 @@ class Dropped(nn.Module):
 def test_compiled_dropout_drops_the_same_in_both_runs():
     """With the default compiler, which draws its own random numbers; from the first run on."""
     skip_unless(lambda: torch.compile(torch.nn.functional.dropout)(torch.ones(3, 32)))
-    first, second = Dropped(), Dropped()  # a junction, whose streams go on as a and b; a coupling
+    first, second = Dropped(), Dropped()  # a junction, and the function of a coupling
     seen = {first: [], second: []}
 
     class Seeing(SGD):
@@ -166,7 +166,7 @@ def test_compiled_dropout_drops_the_same_in_both_runs():
                 if any(module.weight is p for p in self.param_groups[0]["params"]):
                     seen[module].append(module.weight.grad.clone())
 
-    # The output is (f(a), a) with a the first mask; both masks reach the loss unchanged.
+    # The streams begin as (a, b) = (first mask, 0), so the coupling gives (second mask, first mask).
     units = [first, Beside(), rd.Coupling(Ignoring(second)), nn.Identity()]
     pipe = rd.Pipeline(
         rd.Chain(units),
@@ -190,7 +190,7 @@ class Beside(nn.Module):
 
 
 class Ignoring(nn.Module):
-    """Runs a module on zeros in place of its input, through which no gradient goes back."""
+    """Runs a module on zeros, so that its input gets a gradient of zero."""
 
     def __init__(self, inner):
         super().__init__()
