@@ -1,7 +1,7 @@
 """Four stages learn digits as well as backprop does; misrouted messages do not.
 
-The setting is the cheapest of three that were tried, and the accuracies on the test images were known
-when it was chosen. So this is a check that training works, and no measurement of PETRA's accuracy.
+The setting is the cheapest of three that were tried, chosen with the accuracies on the test images
+in view. So this checks that training works; it does not measure PETRA's accuracy.
 """
 
 from collections.abc import Iterator

@@ -166,7 +166,7 @@ def test_compiled_dropout_drops_the_same_in_both_runs():
                 if any(module.weight is p for p in self.param_groups[0]["params"]):
                     seen[module].append(module.weight.grad.clone())
 
-    # The streams begin as (a, b) = (first mask, 0), so the coupling gives (second mask, first mask).
+    # The streams begin as (first mask, 0), so the coupling gives (second mask, first mask).
     units = [first, Beside(), rd.Coupling(Ignoring(second)), nn.Identity()]
     pipe = rd.Pipeline(
         rd.Chain(units),
