@@ -18,6 +18,8 @@ class PipelineError(RuntimeError):
 
     is_first = False
     """Whether no other process has said so before."""
+    is_told = False
+    """Whether the other processes have been told."""
 
 
 class ChangedError(RuntimeError):

@@ -8,6 +8,7 @@ from torch import nn
 import redivider as rd
 
 NUM_UNITS = 9
+DEVICE = "cpu"  # of models and micro-batches; another one where ranks are on a GPU
 
 
 class Flat(nn.Module):
@@ -29,7 +30,7 @@ def model(dropout: float = 0.3, norm: bool = True) -> rd.Chain:
         nn.BatchNorm1d(16) if norm else nn.LayerNorm(16),
         nn.Linear(16, 3),
     ]
-    return rd.Chain(units)
+    return rd.Chain(units).to(DEVICE)
 
 
 def batch(n: int, size: int = 4, data_rank: int = 0):
@@ -37,7 +38,8 @@ def batch(n: int, size: int = 4, data_rank: int = 0):
     generator = torch.Generator().manual_seed(1000 * data_rank + n)
     x = torch.randn(size, 6, 5, generator=generator)
     mask = torch.rand(6, 6, generator=torch.Generator().manual_seed(-n - 1))
-    return x, torch.randint(3, (size,), generator=generator), mask
+    target = torch.randint(3, (size,), generator=generator)
+    return x.to(DEVICE), target.to(DEVICE), mask.to(DEVICE)
 
 
 def sgd(stage: nn.Module) -> torch.optim.Optimizer:
@@ -50,6 +52,7 @@ def options(**changes):
         "optimizer": sgd,
         "lr_lambda": lambda update: 1 / (1 + 0.1 * update),
         "seed": 7,
+        "capture": False,  # eager ticks, as those of a pipeline over processes are
         **changes,
     }
 
@@ -65,3 +68,10 @@ def run(pipe, first: int, last: int, data_rank: int = 0, size: int = 4) -> list:
 
 def finish(pipe) -> list:
     return [(each.microbatch, each.loss) for each in pipe.flush(update=True)]
+
+
+def equal(one: dict, other: dict) -> bool:
+    """Whether two state dicts are the same to the last bit, wherever they are."""
+    return list(one) == list(other) and all(
+        torch.equal(each.cpu(), other[name].cpu()) for name, each in one.items()
+    )

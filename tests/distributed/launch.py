@@ -1,4 +1,4 @@
-"""Runs a function in several processes over gloo, and brings back what they return."""
+"""Runs a function in several processes, and brings back what they return."""
 
 import os
 import traceback
@@ -11,12 +11,21 @@ import torch.distributed as dist
 from patience import seconds
 from workers import end, start
 
+from distributed import cases, ordered
 
-def launch(function: Callable[..., Any], folder: Path, *args: Any, world_size: int = 2) -> list:
+
+def launch(
+    function: Callable[..., Any],
+    folder: Path,
+    *args: Any,
+    world_size: int = 2,
+    backend: str = "gloo",
+) -> list:
     """Call `function(rank, *args)` in each process; raise if any of them raised."""
     folder.mkdir(exist_ok=True)
     processes = [
-        start(_work, function, rank, world_size, str(folder), args) for rank in range(world_size)
+        start(_work, function, rank, world_size, backend, str(folder), args)
+        for rank in range(world_size)
     ]
     hung = end(processes, seconds(120))
     results = [_result(folder, rank) for rank in range(world_size)]
@@ -38,17 +47,39 @@ def rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
+def nccl_env(rank: int) -> dict[str, str]:
+    """Return what lets NCCL connect ranks that share a GPU: each on a machine of its own, it seems.
+
+    Transfers go through sockets.
+    """
+    return {
+        "NCCL_HOSTID": f"rank {rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+    }
+
+
 def _result(folder: Path, rank: int) -> tuple[bool, Any]:
     path = folder / f"result-{rank}.pt"
     return torch.load(path) if path.exists() else (False, "left no result")
 
 
-def _work(function: Callable[..., Any], rank: int, world_size: int, folder: str, args: Any) -> None:
+def _work(
+    function: Callable[..., Any], rank: int, world_size: int, backend: str, folder: str, args: Any
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     path = Path(folder) / f"result-{rank}.pt"
+    if backend in ordered.MODES:
+        ordered.register()
+    if "nccl" in backend:
+        os.environ |= nccl_env(rank)
+        torch.cuda.set_device(0)
+        cases.DEVICE = "cuda"
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+            backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size
         )
         result = (True, function(rank, *args))
         dist.destroy_process_group()

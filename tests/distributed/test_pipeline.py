@@ -10,175 +10,92 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import redivider as rd
-from distributed.cases import batch, finish, model, options, run, sgd
+from distributed import ordered
+from distributed.cases import batch, equal, finish, model, options, run, sgd
+from distributed.equalities import (
+    compare,
+    compare_evaluations,
+    compare_replicas,
+    compare_saved,
+    compare_side_inputs,
+    compare_two_pipelines,
+)
 from distributed.launch import launch
 from redivider.initial import materialise
-from redivider.pipeline import wire
 
 pytestmark = pytest.mark.slow
 
-
-def train(rank, cases):
-    found = []
-    for changes in cases:
-        pipe = rd.DistributedPipeline(model(), **options(**changes))
-        losses = run(pipe, 0, 40)
-        x, _, mask = batch(99)
-        output = pipe.evaluate(x if rank == 0 else None, **({"mask": mask} if rank == 0 else {}))
-        losses += finish(pipe)
-        found.append((losses, output, pipe.full_state_dict(), len(pipe._units)))
-        assert not pipe._known and not pipe._future_targets
-        pipe.close()
-    return found
+over_all_backends = pytest.mark.parametrize("backend", ["gloo", *ordered.MODES])
 
 
-def compare(cases, world_size, tmp_path):
-    torch.set_num_threads(1)
-    results = launch(train, tmp_path, cases, world_size=world_size)
-    for changes, *ours in zip(cases, *results, strict=True):
-        pipe = rd.Pipeline(model(), **options(**{"stages": world_size, **changes}))
-        losses = run(pipe, 0, 40)
-        x, _, mask = batch(99)
-        output = pipe.evaluate(x, mask=mask)
-        losses += finish(pipe)
-        weights = pipe.full_state_dict()
-        assert len(losses) == 40
-        for rank, (_, there, full, _) in enumerate(ours):
-            assert torch.equal(there, output), (changes, rank)
-            assert list(full) == list(weights)
-            assert all(torch.equal(full[name], weights[name]) for name in weights), (changes, rank)
-        for (n, one), (m, other) in zip(losses, ours[-1][0], strict=True):
-            assert n == m and torch.equal(one, other)
-        assert all(not losses for losses, *_ in ours[:-1])
-        assert sum(num for *_, num in ours) == len(pipe._units)
-
-
-def test_two_processes(tmp_path):
-    cases = [{"method": method} for method in METHODS]
-    cases += [
+@over_all_backends
+def test_two_processes(backend, tmp_path):
+    settings = [{"method": method} for method in METHODS] if backend == "gloo" else []
+    settings += [
         {"accumulate": 3, "latency": 2},
-        {"stages": [1, 2, 3, 1, 2], "accumulate": 3},
+        {"stages": [1, 2, 3, 1, 2], "accumulate": 3, "latency": 3},
         {"arithmetic": "fixed", "clip_norm": 0.5, "clip_over": "all"},
         {"lookahead": "momentum", "latency": 2, "lr_by_delay": True},
         {"message_dtype": torch.bfloat16, "stages": [3, 6]},  # the mask travels, and is not rounded
         {"message_dtype": torch.int8, "stages": 5},
     ]
-    compare(cases, 2, tmp_path)
+    compare(settings, 2, backend, tmp_path)
 
 
-def test_three_processes(tmp_path):
-    cases = [
+@over_all_backends
+def test_three_processes(backend, tmp_path):
+    settings = [
         {},
         {"stages": [4, 1, 4], "accumulate": 3, "clip_norm": 0.5},
         {"stages": 9, "latency": 2, "method": "delayed"},
     ]
-    compare(cases, 3, tmp_path)
+    compare(settings, 3, backend, tmp_path)
 
 
-def test_four_processes(tmp_path):
-    cases = [
+@over_all_backends
+def test_four_processes(backend, tmp_path):
+    settings = [
         {"accumulate": 3},
         {"stages": [1, 3, 2, 1, 1, 1], "latency": 2, "method": "exact-inverse"},
         {"stages": 7, "clip_norm": 0.5, "clip_over": "all", "accumulate": 3},
     ]
-    compare(cases, 4, tmp_path)
+    compare(settings, 4, backend, tmp_path)
 
 
-def save(rank, changes, folder, num):
-    pipe = rd.DistributedPipeline(model(), **options(**changes))
-    losses = run(pipe, 0, num)
-    pipe.save(folder)
-    losses += run(pipe, num, 40)  # saving disturbs nothing
-    losses += finish(pipe)
-    return losses, pipe.full_state_dict()
+@over_all_backends
+def test_evaluation_while_the_pipeline_fills(backend, tmp_path):
+    compare_evaluations(backend, tmp_path)
 
 
-def go_on(rank, changes, folder, num, first):
-    wire.NUM_TAGS = 8  # they begin anew often
-    pipe = rd.DistributedPipeline(model(dropout=0.3), **options(**changes))
-    run(pipe, 0, first)  # forgotten
-    pipe.load(folder)
-    losses = run(pipe, num, 40) + finish(pipe)
-    return losses, pipe.full_state_dict()
+@over_all_backends
+def test_side_inputs_of_dtypes_that_backends_do_not_know(backend, tmp_path):
+    compare_side_inputs(backend, tmp_path)
+
+
+@over_all_backends
+def test_two_pipelines_in_the_same_processes(backend, tmp_path):
+    compare_two_pipelines(backend, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "changes, backend",
     [
-        {"stages": 5, "latency": 2},
-        {"stages": [1, 2, 2, 2, 2], "method": "delayed-graph", "accumulate": 3},
+        ({"stages": 5, "latency": 2}, "gloo"),
+        ({"stages": 5, "latency": 2}, "eager"),
+        ({"stages": [1, 2, 2, 2, 2], "method": "delayed-graph", "accumulate": 3}, "gloo"),
+        ({"stages": [1, 2, 2, 2, 2], "accumulate": 3}, "rendezvous"),
     ],
     ids=str,
 )
-def test_saved_on_four_processes_it_goes_on_on_two_and_on_one(changes, tmp_path):
-    torch.set_num_threads(1)
-    folder, num = tmp_path / "state", 17
-    whole = rd.Pipeline(model(), **options(**changes))
-    losses = run(whole, 0, 40) + finish(whole)
-    weights = whole.full_state_dict()
-    four = launch(save, tmp_path, changes, folder, num, world_size=4)
-    assert all(torch.equal(four[0][1][name], weights[name]) for name in weights)
-    two = launch(go_on, tmp_path / "two", changes, folder, num, 5, world_size=2)
-    alone = rd.Pipeline(model(), **options(**changes))
-    alone.load(folder)
-    ends = [(run(alone, num, 40) + finish(alone), alone.full_state_dict()), two[-1]]
-    for there, full in ends:
-        assert all(torch.equal(full[name], weights[name]) for name in weights)
-        for (n, one), (m, other) in zip(losses[-9:], there[-9:], strict=True):
-            assert n == m and torch.equal(one, other)
-    # And back: written by one process, continued by three.
-    alone = rd.Pipeline(model(), **options(**changes))
-    run(alone, 0, num)
-    alone.save(folder)
-    three = launch(go_on, tmp_path / "three", changes, folder, num, 0, world_size=3)
-    assert all(torch.equal(three[1][1][name], weights[name]) for name in weights)
+def test_saved_on_four_processes_it_goes_on_on_two_and_on_one(changes, backend, tmp_path):
+    compare_saved(changes, backend, tmp_path)
 
 
-def columns(rank, changes, folder, norm):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
-    column = rank // 2
-    torch.manual_seed(rank)  # replicas begin with the first one's weights
-    net = model(dropout=0.3 if norm else 0.0, norm=norm)
-    if column:
-        for each in net.parameters():
-            torch.nn.init.normal_(each)
-    pipe = rd.DistributedPipeline(net, mesh=mesh, **options(**changes))
-    losses = run(pipe, 0, 23, column)
-    pipe.save(folder)
-    losses += run(pipe, 23, 40, column) + finish(pipe)
-    first = pipe.full_state_dict()
-    net = model(dropout=0.3 if norm else 0.0, norm=norm)
-    pipe = rd.DistributedPipeline(net, mesh=mesh, **options(**changes))
-    pipe.load(folder)
-    run(pipe, 23, 40, column)
-    finish(pipe)
-    again = pipe.full_state_dict()
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    return losses, first
-
-
-@pytest.mark.parametrize("norm", [True, False])
-def test_replicas(norm, tmp_path):
-    torch.set_num_threads(1)
-    changes = {"accumulate": 3, "clip_norm": 0.5}
-    found = launch(columns, tmp_path, changes, tmp_path / "state", norm, world_size=4)
-    weights = found[0][1]
-    for _, other in found:
-        assert all(torch.equal(weights[name], other[name]) for name in weights)
-    one, other = (dict(found[rank][0]) for rank in (1, 3))
-    assert len(one) == 40 and all(one[n] != other[n] for n in one)
-    with pytest.raises(ValueError, match="of 2 replicas"):
-        rd.Pipeline(model(), stages=2, **options(**changes)).load(tmp_path / "state")
-    if norm:
-        return  # batch norm sees a replica's batch, and dropout differs
-    pipe = rd.Pipeline(model(dropout=0.0, norm=False), stages=2, **options(**changes))
-    for n in range(40):
-        pairs = [batch(n, data_rank=d) for d in (0, 1)]
-        x, y = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
-        pipe.step(x, y, mask=pairs[0][2])
-    pipe.flush(update=True)
-    joined = pipe.full_state_dict()
-    assert all(torch.allclose(weights[n], joined[n], rtol=1e-4, atol=1e-6) for n in joined)
+@pytest.mark.parametrize(
+    "norm, backend", [(True, "gloo"), (False, "gloo"), (True, "eager"), (False, "rendezvous")]
+)
+def test_replicas(norm, backend, tmp_path):
+    compare_replicas(norm, backend, tmp_path)
 
 
 def count_bytes(rank, dtypes):
@@ -246,7 +163,7 @@ def test_a_model_without_memory_is_given_some_where_its_stages_are(tmp_path):
         assert each == losses
     weights = pipe.full_state_dict()
     for _, _, full, _ in found:
-        assert all(torch.equal(full[name], weights[name]) for name in weights)
+        assert equal(full, weights)
 
 
 class Either(nn.Module):
@@ -302,29 +219,8 @@ def test_a_mesh_in_another_order(tmp_path):
     assert [loss.item() for _, loss in found[0][0]] == [loss.item() for _, loss in losses]
     weights = pipe.full_state_dict()
     for _, _, full in found:
-        assert all(torch.equal(full[name], weights[name]) for name in weights)
+        assert equal(full, weights)
     assert torch.equal(found[0][1], found[1][1])
-
-
-def in_turn(rank):
-    pipes = [rd.DistributedPipeline(model(), **options(latency=2, seed=s)) for s in (1, 2)]
-    for i, first, last in ((0, 0, 5), (1, 0, 12), (0, 5, 20), (1, 12, 20)):
-        run(pipes[i], first, last)
-    for pipe in pipes:
-        finish(pipe)
-    return [pipe.full_state_dict() for pipe in pipes]
-
-
-def test_two_pipelines_in_the_same_processes(tmp_path):
-    torch.set_num_threads(1)
-    found = launch(in_turn, tmp_path, world_size=2)
-    for seed, *ours in zip((1, 2), *found, strict=True):
-        pipe = rd.Pipeline(model(), stages=2, **options(latency=2, seed=seed))
-        run(pipe, 0, 20)
-        finish(pipe)
-        weights = pipe.full_state_dict()
-        for full in ours:
-            assert all(torch.equal(full[name], weights[name]) for name in weights)
 
 
 def odd_ones(rank, folder):

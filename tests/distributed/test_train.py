@@ -33,7 +33,12 @@ def small(**changes) -> Recipe:
 
 
 def start(
-    num: int, *words: str, victim: str = "", stop: str = "", restarts: int = 0
+    num: int,
+    *words: str,
+    victim: str = "",
+    stop: str = "",
+    restarts: int = 0,
+    backend: str = "gloo",
 ) -> subprocess.Popen:
     """Start torchrun."""
     tests = Path(__file__).parents[1]
@@ -42,6 +47,7 @@ def start(
         "OMP_NUM_THREADS": "1",
         "VICTIM": victim,
         "STOP": stop,
+        "BACKEND": backend,
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -91,6 +97,19 @@ def equal(one: Path, other: Path) -> bool:
     return rows(one) == rows(other) and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
+def kill_one(number: int, asked: str, whole: Path, backend: str = "gloo") -> None:
+    """Any rank at any tick: also before the first checkpoint, and in the middle of one."""
+    dice = random.Random(number)
+    num = dice.choice([2, 3, 4])
+    victim = f"{dice.randrange(num)}:{dice.randrange(NUM_STEPS - 2)}"
+    words = ("train", asked, "--out", "run")
+    process = start(num, *words, victim=victim, restarts=3, backend=backend)
+    said = listen(process)
+    assert process.returncode == 0, said
+    assert Path("killed").exists(), (victim, said)
+    assert equal(Path("run"), whole), (num, victim, said)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """A run in one process."""
@@ -108,15 +127,7 @@ def asked(whole, tmp_path, monkeypatch) -> str:
 
 @pytest.mark.parametrize("number", range(NUM_RUNS))
 def test_a_rank_is_killed_and_all_go_on(number, whole, asked):
-    """Any rank at any tick: also before the first checkpoint, and in the middle of one."""
-    dice = random.Random(number)
-    num = dice.choice([2, 3, 4])
-    victim = f"{dice.randrange(num)}:{dice.randrange(NUM_STEPS - 2)}"
-    process = start(num, "train", asked, "--out", "run", victim=victim, restarts=3)
-    said = listen(process)
-    assert process.returncode == 0, said
-    assert Path("killed").exists(), (victim, said)
-    assert equal(Path("run"), whole), (num, victim, said)
+    kill_one(number, asked, whole)
 
 
 def test_a_stopped_run_goes_on_in_another_number_of_processes(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """`redivider` in a process to which something happens at a tick of the first attempt.
 
 VICTIM=rank:tick is killed there, STOP=rank:tick has torchrun stop all of them, FULL=rank:tick has
-no memory left.
+no memory left. With BACKEND=nccl ranks talk by NCCL, though they share a GPU.
 """
 
 import os
@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 import redivider as rd
+from distributed.launch import nccl_env
 from redivider.cli import main
+from redivider.pipeline import team
 
 step = rd.DistributedPipeline.step
 
@@ -36,6 +38,10 @@ def step_or_die(self, *given, **side):
     return step(self, *given, **side)
 
 
+if os.environ.get("BACKEND") == "nccl":
+    os.environ |= nccl_env(int(os.environ["RANK"]))
+    team._have_own_gpus = lambda *given: True
+    torch.backends.cudnn.deterministic = True  # runs are compared to the last bit
 rd.DistributedPipeline.step = step_or_die  # this module is imported by such processes alone
 
 if __name__ == "__main__":

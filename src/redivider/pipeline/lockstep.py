@@ -42,8 +42,9 @@ from redivider.pipeline.place import (
     verify_unshared,
 )
 from redivider.pipeline.probe import Probe
+from redivider.pipeline.route import Way
 from redivider.pipeline.snapshot import restore_snapshot, take_snapshot, verify_snapshot
-from redivider.pipeline.stage import Ahead, Clip, Message, Stage, Way
+from redivider.pipeline.stage import Ahead, Clip, Message, Stage
 from redivider.pipeline.state import read_state, write_state
 from redivider.pipeline.tick import Action, actions, delay, num_ticks
 from redivider.pipeline.unit import Flow

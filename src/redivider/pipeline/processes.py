@@ -5,8 +5,6 @@ does is the same function of the schedule, only that some messages travel (wire.
 """
 
 import json
-import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,11 +23,12 @@ from redivider.pipeline.mail import Mail
 from redivider.pipeline.parts import Parts
 from redivider.pipeline.place import units_of_stages
 from redivider.pipeline.probe import Probe
+from redivider.pipeline.route import Leg, Way
 from redivider.pipeline.shared import share_all, share_tree
 from redivider.pipeline.snapshot import configuration, verify_snapshot
-from redivider.pipeline.stage import Message, Way
+from redivider.pipeline.stage import Message
 from redivider.pipeline.state import all_well, read_state, write_state
-from redivider.pipeline.team import Team
+from redivider.pipeline.team import Team, own_gpu
 from redivider.pipeline.tick import lag
 from redivider.pipeline.unit import Flow
 from redivider.replay.autocast import Autocast
@@ -321,9 +320,7 @@ class DistributedPipeline(Pipeline):
     def _run_tick(self) -> Tick:
         self._team.watch.note(f"tick {self._first + self._tick}")
         t = self._tick
-        soon = Counter(way for way, _, _ in self._arriving(self._mail.ticks_ahead(t)))
-        for way, num in soon.items():
-            self._mail.expect(way, num)
+        self._mail.expect(self._arriving(range(t - self.latency, t + self.latency)))
         tick = super()._run_tick()
         if self._share_loss:
             tick = self._with_loss(tick, t)
@@ -333,28 +330,28 @@ class DistributedPipeline(Pipeline):
             return Tick(reason=why)
         return tick
 
-    def _arriving(self, ticks: range) -> Iterator[tuple[Way, int, int]]:
+    def _arriving(self, ticks: range) -> Iterator[Leg]:
         """The messages that are sent to stages here in some ticks, and have not been taken in."""
-        for way, j, local in self._mail.arriving(ticks, self._entered):
-            n = self._first + local
-            if n not in self._inbox(way, j):
-                yield way, j, n
+        for leg in self._mail.arriving(ticks, self._entered):
+            if self._first + leg.microbatch not in self._inbox(leg.way, leg.stage):
+                yield leg
 
     def _drain(self) -> None:
         """Take in all that is on its way, as it is between two ticks of a pipeline in one place."""
-        for way, j, n in self._arriving(range(self._tick - self.latency, self._tick)):
+        for way, j, local in self._arriving(range(self._tick - self.latency, self._tick)):
+            n = self._first + local
             self._inbox(way, j)[n] = self._receive(way, n)
         self._mail.finish()
 
     def _end_tick(self) -> None:
-        self._mail.exchange()
+        self._mail.exchange(self._tick - 1, self._entered)
 
     def _norms(self) -> list[Tensor]:
         if self._clip is None or self._clip.over == "stage":
             return [torch.zeros(())] * len(self.cut)  # nobody asks
-        mine = torch.zeros(len(self.cut), dtype=torch.float64)
+        mine = torch.zeros(len(self.cut), dtype=torch.float64, device=self._team.device)
         for stage in self.stages:
-            mine[stage.index] = stage.norm.double().cpu()
+            mine[stage.index] = stage.norm
         norms = torch.stack(self._team.gather(mine, in_column=True)).sum(0)
         return list(norms.to(self._device))
 
@@ -387,9 +384,9 @@ class DistributedPipeline(Pipeline):
         local = t - lag("F", len(self.cut) - 1, len(self.cut), self.latency)
         if not 0 <= local < self._entered:
             return tick
-        told = torch.zeros((), dtype=torch.float64)
+        told = torch.zeros((), dtype=torch.float64, device=self._team.device)
         if tick.loss is not None:
-            told = tick.loss.detach().double().cpu()
+            told.copy_(tick.loss.detach())
         self._team.spread_in_column(told, self._team.num_places - 1)
         if tick.loss is not None:
             return tick
@@ -398,14 +395,12 @@ class DistributedPipeline(Pipeline):
 
 def _resolve_device(units: dict[str, nn.Module], device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        found = torch.device(device)
+        return own_gpu() if found == torch.device("cuda") else found
     if not _is_meta(units.values()):
         parameters = (each for unit in units.values() for each in unit.parameters())
         return next((each.device for each in parameters), torch.device("cpu"))
-    if torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        return torch.device("cuda", local % torch.cuda.device_count())
-    return torch.device("cpu")
+    return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _is_meta(modules: Iterable[nn.Module]) -> bool:

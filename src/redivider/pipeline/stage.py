@@ -6,7 +6,7 @@ A stage works by the weights as they were when the tick began; its update comes 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,6 @@ from redivider.pipeline.packing import Packing
 from redivider.pipeline.unit import Flow, Unit
 from redivider.pipeline.update import CompiledUpdate
 from redivider.replay.autocast import Autocast
-
-Way: TypeAlias = Literal["up", "down"]
 
 
 @dataclass

@@ -4,20 +4,25 @@
     data 0  rank  0  1  2  3     messages travel along a row,
     data 1  rank  4  5  6  7     gradients are averaged down a column of this table
 
-Whoever waits for another waits for `timeout` seconds at most, and then says for whom.
+Whoever waits for another waits for `timeout` seconds at most, and then says for whom. Over NCCL the
+GPU waits, and the host goes on; the host waits where it needs the result, and then by asking again
+and again: a call that blocks could not be left.
 """
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from redivider.errors import PipelineError
@@ -37,40 +42,47 @@ class Team:
 
     def __init__(self, mesh: DeviceMesh | None, device: torch.device, timeout: float) -> None:
         global _num_teams
-        join(device)
-        if mesh is None:
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("stage",))
-        table = mesh.mesh if mesh.ndim == 2 else mesh.mesh[None]
-        if mesh.ndim > 2 or mesh.mesh_dim_names not in (("data", "stage"), ("stage",)):
+        join(device, timeout)
+        num = dist.get_world_size()
+        table = torch.arange(num) if mesh is None else mesh.mesh
+        table = table if table.ndim > 1 else table[None]
+        if mesh is not None and mesh.mesh_dim_names not in (("data", "stage"), ("stage",)):
             raise ValueError(
                 'the mesh must have the dimensions ("data", "stage") or ("stage",), got '
                 f"{mesh.mesh_dim_names} of {tuple(mesh.mesh.shape)}"
             )
-        self.rank = dist.get_rank()
-        if sorted(table.flatten().tolist()) != list(range(dist.get_world_size())):
+        if sorted(table.flatten().tolist()) != list(range(num)):
             raise ValueError(
-                f"the mesh must hold every rank once, got {table.tolist()} of "
-                f"{dist.get_world_size()} ranks"
+                f"the mesh must hold every rank once, got {table.tolist()} of {num} ranks"
             )
+        self.rank = dist.get_rank()
         self.column, self.place = (int(each) for each in (table == self.rank).nonzero()[0])
         self.ranks = [int(each) for each in table[self.column]]
-        self.num_columns, self.num_places = table.shape
+        self.num_columns, self.num_places = len(table), len(self.ranks)
         self.everyone = [int(each) for each in table.flatten()]
         self.is_first = self.rank == self.everyone[0]
-        self.stage_group = mesh.get_group("stage")
-        self.data_group = mesh.get_group("data") if mesh.ndim == 2 else None
+        self.stage_group = dist.group.WORLD if mesh is None else mesh.get_group("stage")
+        self.data_group = mesh.get_group("data") if mesh is not None and mesh.ndim == 2 else None
         self.timeout = timeout
-        backend = dist.get_backend(self.stage_group)
-        self.batches = backend == "nccl"
+        self.backend = backend_for(device)
+        self.batches = self.backend != "gloo"
         """Whether the transfers of a tick begin together, in one order for everybody."""
         self.device = device if self.batches else torch.device("cpu")
         """Where what travels must be."""
+        self._on_gpu = self.device.type == "cuda"
+        self._begun: deque[list[tuple[Any, int | None]]] = deque([[]])  # by ticks
         shared = dist.distributed_c10d._get_default_store()
         prefix = f"redivider-{_attempt()}-{_num_teams}"
-        store = dist.distributed_c10d.PrefixStore(prefix, shared)
+        self._store = dist.distributed_c10d.PrefixStore(prefix, shared)
         self.number = _num_teams
         _num_teams += 1
-        self.watch = Watch(store, self.rank, self.everyone, timeout)
+        groups = [dist.group.WORLD, self.stage_group, self.data_group]
+        groups = list(dict.fromkeys(each for each in groups if each is not None))
+        abort = partial(_abort, groups if self._on_gpu else [], self.device)
+        self.watch = Watch(self._store, self.rank, self.everyone, timeout, abort)
+        if self.batches:
+            with self.guarding():
+                self._connect(groups)
 
     @property
     def is_last(self) -> bool:
@@ -83,14 +95,20 @@ class Team:
         self.watch.verify_well()
         try:
             yield
+            self.watch.verify_well()  # what has come since may be of an aborted transfer
         except Exception as error:
-            if getattr(error, "is_agreed", False):
-                raise  # everybody has it, and can go on
-            if not isinstance(error, PipelineError):
+            if getattr(error, "is_agreed", False) or getattr(error, "is_told", False):
+                raise  # everybody has it, and can go on; or an inner guard has seen to it
+            heard = self.watch.heard
+            if heard is None and not isinstance(error, PipelineError):
                 notes = ", ".join(getattr(error, "__notes__", []))
                 told = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
                 self.watch.publish(f"{self.watch.name(self.rank)}: {told}")
-            self.watch.close()
+            self.watch.fail()
+            if heard is not None:  # what comes after it, such as numbers that make no sense
+                heard.is_told = True
+                raise heard from error
+            error.is_told = True  # type: ignore[attr-defined]
             raise
 
     def name_stages(self, place: int, stages: str) -> None:
@@ -99,18 +117,75 @@ class Team:
             self.watch.stages[self.everyone[column * self.num_places + place]] = stages
 
     def wait(self, work: Any, rank: int | None = None) -> None:
-        """Wait for a transfer with a rank, or for something that all do."""
+        """Wait for a transfer with a rank, or for something that all do; a GPU waits by itself."""
         with self.talking(rank):
-            work.wait(timedelta(seconds=self.timeout))
+            if self._on_gpu:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=self.timeout))
 
-    @contextmanager
-    def talking(self, rank: int | None) -> Iterator[None]:
+    def finish(self, work: Any, rank: int | None = None) -> None:
+        """Wait on the host."""
+        with self.talking(rank):
+            if self._on_gpu:
+                self._poll(work.is_completed)
+            work.wait(timedelta(seconds=self.timeout))  # raises if it has failed
+            self.watch.verify_well()  # a transfer that was aborted is complete, too
+
+    def follow(self, work: Any, rank: int | None = None) -> None:
+        """Note something that the host does not wait for now: `catch_up` does, and the watch."""
+        self._begun[-1].append((work, rank))
+        if self._on_gpu:
+            self.watch.follow(work, rank)
+
+    def catch_up(self, ticks: int = 0) -> None:
+        """Wait on the host for all that was begun, but for that of the last few ticks.
+
+        What has failed is known then: a GPU goes on with whatever is in its memory.
+        """
+        self._begun.append([])
+        while len(self._begun) > ticks + 1:
+            for work, rank in self._begun.popleft():
+                self.finish(work, rank)
+
+    def put_note(self, key: str, text: str) -> None:
+        """Leave a text for another rank."""
+        with self.talking(None):
+            self._store.set(f"note {key}", text)
+
+    def take_note(self, key: str, rank: int) -> str:
+        """Take the text that a rank has left, or is going to leave."""
+        key = f"note {key}"
+        with self.talking(rank):
+            self._poll(lambda: self._store.check([key]))
+            text: str = self._store.get(key).decode()
+            self._store.delete_key(key)
+        return text
+
+    def talking(self, rank: int | None) -> AbstractContextManager[None]:
         """Surround what another process may break by its end."""
-        with self.watch.waiting(rank):
-            try:
-                yield
-            except (RuntimeError, ValueError) as error:
-                raise self.watch.find_reason(rank, str(error)) from error
+        return self.watch.waiting(rank)
+
+    def _poll(self, is_done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not is_done():
+            self.watch.verify_well()
+            if time.monotonic() > deadline:
+                raise RuntimeError("timed out")
+            time.sleep(5e-5)
+
+    def _connect(self, groups: Sequence[Any]) -> None:
+        """Set up communicators, all ranks together: the first transfer of a tick is of some."""
+        for group in groups:
+            flag = torch.zeros(1, device=self.device)
+            with self.talking(None):
+                try:
+                    work = dist.all_reduce(flag, group=group, async_op=True)
+                except dist.DistBackendError as error:
+                    why = str(error).strip().splitlines()[-1]
+                    reason = f"rank {self.rank}: {self.backend} cannot connect the processes: {why}"
+                    raise PipelineError(self.watch.publish(reason)) from error
+            self.finish(work)
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Average tensors over the replicas of a stage, in place."""
@@ -119,7 +194,7 @@ class Team:
         for dtype in dict.fromkeys(each.dtype for each in tensors):
             some = [each for each in tensors if each.dtype == dtype]
             flat = torch.cat([each.reshape(-1) for each in some]).to(self.device)
-            self.wait(dist.all_reduce(flat, group=self.data_group, async_op=True))
+            self._settle(dist.all_reduce(flat, group=self.data_group, async_op=True))
             flat.div_(self.num_columns)
             parts = torch.split(flat, [each.numel() for each in some])
             for each, part in zip(some, parts, strict=True):
@@ -141,19 +216,31 @@ class Team:
         sent = tensor.detach().to(self.device).contiguous()
         if sent.numel():  # as bytes: backends do not know all dtypes
             data = sent.reshape(-1).view(torch.uint8)
-            self.wait(dist.broadcast(data, source, group=group, async_op=True), source)
+            work = dist.broadcast(data, source, group=group, async_op=True)
+            self._settle(work, source, is_for_host=tensor.device.type == "cpu")
         if self.rank != source:
             tensor.detach().copy_(sent)
 
     def gather(self, tensor: Tensor, *, in_column: bool = False) -> list[Tensor]:
-        """Tensors of one shape of all ranks, or those of a column, in the order of the mesh."""
+        """Tensors of one shape of all ranks, or those of a column, in the order of the mesh.
+
+        They are where the given one is.
+        """
         group = self.stage_group if in_column else None
         sent = tensor.detach().to(self.device)
         numbers = dist.get_process_group_ranks(group)
         found = [torch.empty_like(sent) for _ in numbers]
-        self.wait(dist.all_gather(found, sent, group=group, async_op=True))
+        work = dist.all_gather(found, sent, group=group, async_op=True)
+        self._settle(work, is_for_host=tensor.device.type == "cpu")
         order = self.ranks if in_column else self.everyone
-        return [found[numbers.index(rank)] for rank in order]
+        return [found[numbers.index(rank)].to(tensor.device) for rank in order]
+
+    def _settle(self, work: Any, rank: int | None = None, *, is_for_host: bool = False) -> None:
+        if is_for_host or not self._on_gpu:
+            self.finish(work, rank)
+        else:
+            self.follow(work, rank)
+            self.wait(work, rank)
 
     def tell_all(self, text: str) -> list[str]:
         """Give a text to all ranks, and get everybody's, in the order of the mesh."""
@@ -179,8 +266,10 @@ class Team:
         return max(float(each) for each in self.gather(torch.tensor([number], dtype=torch.float64)))
 
 
-def join(device: torch.device) -> None:
+def join(device: torch.device, timeout: float = 300.0) -> None:
     """Begin to talk to the other processes that torchrun has started, unless that is done."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else every process takes memory of the first GPU, too
     if dist.is_initialized():
         return
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -188,14 +277,60 @@ def join(device: torch.device) -> None:
             "a DistributedPipeline runs under torchrun (torchrun --nproc-per-node 4 train.py), or "
             "after torch.distributed.init_process_group; for one process use Pipeline"
         )
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # NCCL refuses two processes on one GPU.
-    own_gpu = device.type == "cuda" and torch.cuda.device_count() >= num_here
+    # Its thread would end the process, or hold it up, before it can say which rank has failed.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     store, rank, num = next(rendezvous("env://"))
     # torchrun keeps one store for all attempts, with what an earlier one has left in it.
     store = dist.distributed_c10d.PrefixStore(_attempt(), store)
-    backend = "nccl" if own_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num)
+    own = _have_own_gpus(store, rank, num, device, timeout)
+    dist.init_process_group(
+        "nccl" if own else "gloo",
+        store=store,
+        rank=rank,
+        world_size=num,
+        timeout=timedelta(seconds=2 * timeout),
+    )
+
+
+def own_gpu() -> torch.device:
+    """Return the GPU of this process: the one that was set, or else the one of its local rank."""
+    local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    return torch.device("cuda", torch.cuda.current_device() or local)
+
+
+def backend_for(device: torch.device) -> str:
+    """Return the backend by which tensors of a device travel, in the group that holds all ranks."""
+    config = dist.get_backend_config()
+    backends = dict(each.split(":") for each in config.split(","))
+    if device.type not in backends:
+        raise ValueError(
+            f"the stages are on {device}, and the process group has no backend for it ({config}); "
+            "call init_process_group() without a backend"
+        )
+    return backends[device.type]
+
+
+def _have_own_gpus(store: Any, rank: int, num: int, device: torch.device, timeout: float) -> bool:
+    """Whether every process has a GPU for itself: NCCL refuses two processes on one."""
+    mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    store.set(f"gpu {rank}", mine)
+    keys = [f"gpu {each}" for each in range(num)]
+    store.wait(keys, timedelta(seconds=timeout))
+    found = [store.get(key).decode() for key in keys]
+    return all(found) and len(set(found)) == num
+
+
+def _abort(groups: Sequence[Any], device: torch.device) -> None:
+    """Abort communicators, so that nobody waits for a transfer that will not come."""
+    backends = [group._get_backend(device) for group in groups]
+    if not backends:
+        return
+    with contextlib.suppress(RuntimeError):
+        backends[0]._group_start()  # together: one by one they may wait for each other
+        for each in backends:
+            each.abort()
+        backends[0]._group_end()
 
 
 def _attempt() -> str:

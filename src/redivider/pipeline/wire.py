@@ -1,13 +1,15 @@
 """Messages between the stages of neighbouring processes.
 
-A message is a tree of tensors. How it looks, its tree, shapes and dtypes, goes ahead of the first
-one in each direction; all that follow look the same, and travel as bare tensors: nothing is copied
-where the backend reaches the device. Where it does not (gloo, from a GPU), they pass through pinned
-memory.
+A message is a tree of tensors. How it looks, its tree, shapes and dtypes, is said through the store
+before the first one in each direction; all that follow look the same, and travel as bare bytes:
+nothing is copied where the backend reaches the device. Where it does not (gloo, from a GPU), they
+pass through pinned memory.
 
-gloo    a transfer begins at once; receives are posted a latency ahead, where it is known that
-        there will be something to receive, and sends do not block
-NCCL    the transfers of a tick begin together when its computation is queued, in one batch
+gloo    matches by tags. A transfer begins at once; receives are posted a latency ahead, where it
+        is known that there will be something to receive, and sends do not block.
+NCCL    matches by order. The transfers of a tick begin in one batch at its end: what is sent in a
+        tick has its receive posted in the same tick. So the batches of neighbours mirror each
+        other, and none waits for a buffer. They run beside the next ticks.
 """
 
 import json
@@ -42,18 +44,24 @@ Look: TypeAlias = tuple[TreeSpec, list[Any]]
 
 
 class Transfer:
-    """A tensor on its way, to or from a rank."""
+    """The tensors of a message on their way, to or from a rank."""
 
-    def __init__(self, team: Team, tensor: Tensor, rank: int) -> None:
-        self._team, self.tensor, self._rank = team, tensor, rank
-        self.work: Any = None
+    def __init__(self, team: Team, tensors: Sequence[Tensor], rank: int) -> None:
+        self._team, self.tensors, self.rank = team, tensors, rank
+        self.is_queued = False
+        self.works: list[Any] = []
 
-    def wait(self) -> Tensor:
-        """Wait until it has arrived, or left."""
-        if self.work is not None:
-            self._team.wait(self.work, self._rank)
-            self.work = None
-        return self.tensor
+    def wait(self) -> Sequence[Tensor]:
+        """Wait until they have arrived, or left."""
+        if self.is_queued:
+            raise RuntimeError(
+                f"a transfer with rank {self.rank} is waited for before it has begun; this is a "
+                "defect of redivider"
+            )
+        for work in self.works:
+            self._team.wait(work, self.rank)
+        self.works = []
+        return self.tensors
 
 
 class Post:
@@ -61,40 +69,46 @@ class Post:
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._queued: list[tuple[Transfer, dist.P2POp]] = []
+        self._queued: list[Transfer] = []
+        self._ops: list[dist.P2POp] = []
 
-    def begin(self, way: str, tensor: Tensor, rank: int, tag: int) -> Transfer:
-        """Begin to "send" or to "receive" a tensor."""
-        transfer = Transfer(self._team, tensor, rank)
-        if not tensor.numel():
-            return transfer
+    def begin(
+        self, way: Literal["send", "receive"], tensors: Sequence[Tensor], rank: int, tag: int
+    ) -> Transfer:
+        """Begin to send or to receive the tensors of a message; their tags count from `tag`."""
+        transfer = Transfer(self._team, tensors, rank)
         function: Any = dist.isend if way == "send" else dist.irecv
         group = self._team.stage_group
-        with self._team.talking(rank):
-            if self._team.batches:
-                self._queued.append((transfer, dist.P2POp(function, tensor, rank, group, tag)))
-            else:
-                transfer.work = function(tensor, rank, group=group, tag=tag)
+        # As bytes: backends do not know all dtypes.
+        parts = [
+            (i, each.reshape(-1).view(torch.uint8))
+            for i, each in enumerate(tensors)
+            if each.numel()
+        ]
+        if self._team.batches:
+            self._ops += [dist.P2POp(function, data, rank, group) for _, data in parts]
+            transfer.is_queued = bool(parts)
+            self._queued.append(transfer)
+        else:
+            with self._team.talking(rank):
+                transfer.works = [function(d, rank, group=group, tag=tag + i) for i, d in parts]
         return transfer
 
     def exchange(self) -> None:
         """Begin what was queued, in one batch."""
-        if self._queued:
-            works = dist.batch_isend_irecv([op for _, op in self._queued])
-            for transfer, _ in self._queued:
-                transfer.work = _All(works)
-            self._queued = []
-
-
-class _All:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self, timeout: Any) -> None:
-        for each in self._works:
-            each.wait(timeout)
+        queued, ops = self._queued, self._ops
+        self._queued, self._ops = [], []
+        if not ops:
+            return
+        ranks = {transfer.rank for transfer in queued}
+        rank = ranks.pop() if len(ranks) == 1 else None
+        with self._team.talking(rank):
+            works = dist.batch_isend_irecv(ops)
+        for transfer in queued:
+            if transfer.is_queued:
+                transfer.is_queued, transfer.works = False, works
+        for work in works:
+            self._team.follow(work, rank)
 
 
 @dataclass
@@ -108,10 +122,13 @@ class Outgoing:
     kind: Kind
     most: int
     """Messages that may be on their way before one more waits for the first of them."""
+    number: int = 0
+    """Of the line, among those of its kind to that rank."""
     bytes_sent: int = 0
     _num: int = 0
     _look: Look | None = None
-    _leaving: deque[list[Transfer]] = field(default_factory=deque)
+    _signature: Any = None
+    _leaving: deque[Transfer] = field(default_factory=deque)
 
     def send(self, tree: Any, exact: Any) -> None:
         """Send a message, and what must not be rounded of it."""
@@ -123,51 +140,50 @@ class Outgoing:
             else None
             for i, leaf in enumerate(leaves)
         ]
+        self._verify_look(spec, leaves, packed)
+        parts = [part for some in packed if some is not None for part in some]
+        flat = [p if p.is_contiguous() else p.permute(order_of(p)) for p in parts]
+        flat = _on(self.team.device, flat)
+        tag = _tag(self.team.number, self.kind, self._num)
+        self._leaving.append(self.post.begin("send", flat, self.rank, tag))
+        self.bytes_sent += sum(part.nbytes for part in flat)
+        self._num += 1
+        self.finish(self.most)
+
+    def finish(self, most: int = 0) -> None:
+        """Wait until all but the last few messages are received."""
+        while len(self._leaving) > most:
+            self._leaving.popleft().wait()
+
+    def _verify_look(
+        self, spec: TreeSpec, leaves: Sequence[Any], packed: Sequence[list[Tensor] | None]
+    ) -> None:
+        """Say how messages look if it is the first one, or verify that this one looks the same."""
+        signature = (
+            spec,
+            [
+                (leaf.dtype, parts[0].shape, parts[0].stride()) if parts else leaf
+                for leaf, parts in zip(leaves, packed, strict=True)
+            ],
+        )
+        if signature == self._signature:
+            return
         looks = [
             _plain(leaf) if parts is None else [name_of(leaf.dtype), *map(_look_of, parts)]
             for leaf, parts in zip(leaves, packed, strict=True)
         ]
-        begun = self._tell((spec, looks))
-        parts = [part for some in packed if some is not None for part in some]
-        flat = [part.permute(order_of(part)) for part in parts]
-        for i, part in enumerate(_on(self.team.device, flat)):
-            begun.append(
-                self.post.begin(
-                    "send", part, self.rank, _tag(self.team.number, self.kind, self._num, i)
-                )
-            )
-            self.bytes_sent += part.nbytes
-        self._num += 1
-        self._leaving.append(begun)
-        while len(self._leaving) > self.most:
-            self._finish_first()
+        self._tell((spec, looks))
+        self._signature = signature
 
-    def finish(self) -> None:
-        """Wait until all is received."""
-        while self._leaving:
-            self._finish_first()
-
-    def _finish_first(self) -> None:
-        for each in self._leaving[0]:
-            each.wait()
-        self._leaving.popleft()
-
-    def _tell(self, look: Look) -> list[Transfer]:
+    def _tell(self, look: Look) -> None:
         """Say how messages look, once; refuse one that looks otherwise."""
         if self._look == look:
-            return []
+            return
         if self._look is not None:
             raise ValueError(_differ(self._look, look))
         self._look = look
-        text = json.dumps([dump_tree(look[0]), look[1]])
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.team.device)
-        size = torch.tensor([len(data)], device=self.team.device)
-        return [
-            self.post.begin(
-                "send", each, self.rank, _tag(self.team.number, self.kind, 0, NUM_TENSORS - 2 + i)
-            )
-            for i, each in enumerate((size, data))
-        ]
+        note = f"{self.kind} {self.number} of rank {self.team.rank}"
+        self.team.put_note(note, json.dumps([dump_tree(look[0]), look[1]]))
 
 
 @dataclass
@@ -181,35 +197,43 @@ class Incoming:
     kind: Kind
     device: torch.device
     """Where messages are wanted."""
+    number: int = 0
+    """Of the line, among those of its kind from that rank."""
     _num: int = 0
     _look: Look | None = None
-    _posted: deque[list[Transfer]] = field(default_factory=deque)
+    _posted: deque[Transfer] = field(default_factory=deque)
 
     def expect(self, num: int) -> None:
         """Make ready for as many messages, if it is known how they look."""
         while self._look is not None and len(self._posted) < num:
-            wired = [part for look in self._look[1] if _is_tensor(look) for part in look[1:]]
-            begun = []
-            for i, (shape, dtype, order) in enumerate(wired):
-                buffer = torch.empty(
-                    [shape[each] for each in order],
-                    dtype=dtype_of(dtype),
-                    device=self.team.device,
-                    pin_memory=self.team.device.type == "cpu" and self.device.type == "cuda",
-                )
-                tag = _tag(self.team.number, self.kind, self._num, i)
-                begun.append(self.post.begin("receive", buffer, self.rank, tag))
-            self._posted.append(begun)
-            self._num += 1
+            self.post_next()
+
+    def post_next(self) -> None:
+        """Make ready for the next message."""
+        if self._look is None:
+            note = f"{self.kind} {self.number} of rank {self.rank}"
+            spec, looks = json.loads(self.team.take_note(note, self.rank))
+            self._look = treespec_loads(spec), looks
+        wired = [part for look in self._look[1] if _is_tensor(look) for part in look[1:]]
+        buffers = [
+            torch.empty(
+                [shape[each] for each in order],
+                dtype=dtype_of(dtype),
+                device=self.team.device,
+                pin_memory=self.team.device.type == "cpu" and self.device.type == "cuda",
+            )
+            for shape, dtype, order in wired
+        ]
+        tag = _tag(self.team.number, self.kind, self._num)
+        self._posted.append(self.post.begin("receive", buffers, self.rank, tag))
+        self._num += 1
 
     def take(self) -> Any:
         """The next message; waits for it."""
-        if self._look is None:
-            self._look = self._hear()
         if not self._posted:
-            self.expect(1)
-            self.post.exchange()
-        parts = iter([transfer.wait() for transfer in self._posted.popleft()])
+            self.post_next()
+        assert self._look is not None
+        parts = iter(self._posted.popleft().wait())
         spec, looks = self._look
         leaves = []
         for look in looks:
@@ -223,20 +247,6 @@ class Incoming:
             ]
             leaves.append(self.packing.unpack(found, dtype_of(dtype)))
         return tree_unflatten(leaves, spec)
-
-    def _hear(self) -> Look:
-        size = torch.zeros(1, dtype=torch.int64, device=self.team.device)
-        self._receive(size, 0)
-        data = torch.zeros(int(size), dtype=torch.uint8, device=self.team.device)
-        self._receive(data, 1)
-        spec, looks = json.loads(bytes(data.tolist()).decode())
-        return treespec_loads(spec), looks
-
-    def _receive(self, tensor: Tensor, i: int) -> None:
-        tag = _tag(self.team.number, self.kind, 0, NUM_TENSORS - 2 + i)
-        transfer = self.post.begin("receive", tensor, self.rank, tag)
-        self.post.exchange()
-        transfer.wait()
 
 
 def name_of(dtype: torch.dtype | None) -> str | None:
@@ -259,10 +269,10 @@ def dump_tree(spec: TreeSpec) -> str:
         ) from None
 
 
-def _tag(team: int, kind: Kind, num: int, i: int) -> int:
-    """So that a message can be taken for no other; NCCL has no tags, and goes by the order."""
+def _tag(team: int, kind: Kind, num: int) -> int:
+    """Of a message's first tensor: so that it can be taken for no other."""
     line = (team % NUM_TEAMS) * 4 + KINDS.index(kind)
-    return ((num % NUM_TAGS) * 4 * NUM_TEAMS + line) * NUM_TENSORS + i
+    return ((num % NUM_TAGS) * 4 * NUM_TEAMS + line) * NUM_TENSORS
 
 
 def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:

@@ -1,13 +1,12 @@
 """What a recipe asks for, made: data, a model, and the engine that trains it."""
 
-import os
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
 import torch
 
-from redivider.pipeline.team import join
+from redivider.pipeline.team import join, own_gpu
 from redivider.train.crew import said_once
 from redivider.train.distributed import DistributedEngine
 from redivider.train.engine import BackpropEngine, Engine, PipelineEngine
@@ -69,9 +68,8 @@ def join_processes(recipe: Recipe, device: torch.device) -> torch.device:
             TrainError("a probe needs the whole network in one process: --probe-every 0")
         )
     if str(device) == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local % torch.cuda.device_count())
-    join(device)
+        device = own_gpu()
+    join(device, recipe.timeout)
     return device
 
 

@@ -1,0 +1,130 @@
+"""A backend for the CPU that matches messages by their order alone, as NCCL does.
+
+What a group is asked for is done in that order: a batch, or a collective, begins when the one
+before it is over. "eager": a send is over as soon as it has begun, as small messages are that fit
+into NCCL's buffers. "rendezvous": it is over when it is received. A buffer to be received into
+holds NaN until its message has come.
+"""
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+MODES = ("eager", "rendezvous")
+
+
+class Done(dist.Work):
+    """A job of a group's thread."""
+
+    def __init__(self, job: Callable[[], None]) -> None:
+        super().__init__()
+        self._job, self._event, self._error = job, threading.Event(), None
+
+    def run(self) -> None:
+        try:
+            self._job()
+        except Exception as error:
+            self._error = error
+        self._event.set()
+
+    def wait(self, timeout: timedelta = timedelta(seconds=120)) -> bool:
+        if not self._event.wait(timeout.total_seconds() or None):
+            raise RuntimeError("timed out")
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+class Ordered(dist.ProcessGroup):
+    """Transfers by gloo, whose tags count the messages between two ranks."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, mode: str) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._is_eager = mode == "eager"
+        self._num_sent, self._num_received = Counter(), Counter()
+        self._jobs: queue.Queue[Done] = queue.Queue()
+        self._leaving: list[Any] = []
+        self._batch: list[Callable[[], Any]] | None = None
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get().run()
+
+    def _queue(self, job: Callable[[], None]) -> Done:
+        work = Done(job)
+        self._jobs.put(work)
+        return work
+
+    def batch(self, ops: list[dist.P2POp], begin: Callable[..., Any]) -> list[Done]:
+        """Begin transfers together, by torch's own function, which calls `send` and `recv`."""
+        self._batch = starts = []
+        begin(ops)
+        self._batch = None
+        return [
+            self._queue(lambda: [work.wait() for work in [start() for start in starts] if work])
+        ]
+
+    def send(self, tensors: Any, rank: int, tag: int) -> None:
+        tag = self._num_sent[rank]
+        self._num_sent[rank] += 1
+        sent = [each.clone() for each in tensors] if self._is_eager else tensors
+
+        def start() -> Any:
+            work = self._gloo.send(sent, rank, tag)
+            if not self._is_eager:
+                return work
+            self._leaving.append((sent, work))
+
+        self._batch.append(start)
+
+    def recv(self, tensors: Any, rank: int, tag: int) -> None:
+        tag = self._num_received[rank]
+        self._num_received[rank] += 1
+        for each in tensors:
+            each.fill_(255)  # bytes
+        self._batch.append(lambda: self._gloo.recv(tensors, rank, tag))
+
+    def allgather(self, found: Any, sent: Any, options: Any = None) -> Done:
+        return self._queue(lambda: self._gloo.allgather(found, sent).wait())
+
+    def allreduce(self, tensors: Any, options: Any) -> Done:
+        return self._queue(lambda: self._gloo.allreduce(tensors, options).wait())
+
+    def broadcast(self, tensors: Any, options: Any) -> Done:
+        return self._queue(lambda: self._gloo.broadcast(tensors, options).wait())
+
+    def barrier(self, options: Any) -> Done:
+        return self._queue(lambda: self._gloo.barrier(options).wait())
+
+    def getBackendName(self) -> str:
+        return "ordered"
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+
+def register() -> None:
+    """Make the backends known to this process, and tell them what is one batch."""
+    for mode in MODES:
+
+        def make(store: Any, rank: int, size: int, timeout: timedelta, mode: str = mode) -> Ordered:
+            return Ordered(store, rank, size, timeout, mode)
+
+        dist.Backend.register_backend(mode, make, devices=["cpu"])
+    begin = dist.batch_isend_irecv
+
+    def batch(ops: list[dist.P2POp]) -> list[Any]:
+        group = ops[0].group
+        return group.batch(ops, begin) if isinstance(group, Ordered) else begin(ops)
+
+    dist.batch_isend_irecv = batch

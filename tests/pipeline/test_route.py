@@ -1,0 +1,48 @@
+"""Messages between processes: what one counts as sent, its neighbour counts as received."""
+
+from itertools import combinations, pairwise
+
+import pytest
+
+from redivider.pipeline.route import received, sent
+from redivider.pipeline.tick import actions, num_ticks
+
+
+def spreads(stages: int):
+    """All ways to give consecutive stages to two or more processes."""
+    for num in range(1, stages):
+        for ends in combinations(range(1, stages), num):
+            yield [range(*pair) for pair in pairwise([0, *ends, stages])]
+
+
+@pytest.mark.parametrize("latency", [1, 2, 3])
+@pytest.mark.parametrize("stages", range(2, 7))
+def test_the_batches_of_neighbours_mirror_each_other(stages, latency):
+    """In every tick, for every spread of the stages, until the pipeline is empty again."""
+    for entered in (1, 2 * stages):
+        for t in range(num_ticks(entered, stages, latency) + 1):
+            for spread in spreads(stages):
+                schedule = (stages, latency, entered)
+                out = [sent(t, own, *schedule) for own in spread]
+                into = [received(t, own, *schedule) for own in spread]
+                for place in range(len(spread) - 1):
+                    ups = [leg for leg in out[place] if leg.way == "up"]
+                    downs = [leg for leg in out[place + 1] if leg.way == "down"]
+                    assert ups == [leg for leg in into[place + 1] if leg.way == "up"]
+                    assert downs == [leg for leg in into[place] if leg.way == "down"]
+                    assert len(ups) <= 1 and len(downs) <= 1  # no other order is possible
+                    assert all(leg.stage == spread[place + 1][0] for leg in ups)
+                    assert all(leg.stage == spread[place][-1] for leg in downs)
+                assert not [leg for leg in out[0] if leg.way == "down"]
+                assert not [leg for leg in out[-1] if leg.way == "up"]
+
+
+@pytest.mark.parametrize("latency", [1, 2, 3])
+def test_a_message_is_read_a_latency_after_its_tick(latency):
+    stages, entered = 4, 9
+    own = range(1, 3)
+    for t in range(num_ticks(entered, stages, latency)):
+        for way, stage, microbatch in received(t, own, stages, latency, entered):
+            kind = "F" if way == "up" else "B"
+            due = actions(t + latency, stages, latency, entered)
+            assert (kind, stage, microbatch) in due
