@@ -46,7 +46,7 @@ def test_four_processes_on_one_gpu(tmp_path):
     ]
     results = launch(train, tmp_path, cases, tmp_path, world_size=4)
     for changes, *ours in zip(cases, *results, strict=True):
-        pipe = rd.Pipeline(model().cuda(), stages=4, **options(**changes), capture=False)
+        pipe = rd.Pipeline(model().cuda(), stages=4, **options(**changes))
         losses = run(pipe, 0, 40) + finish(pipe)
         weights = {name: each.cpu().clone() for name, each in pipe.full_state_dict().items()}
         x, _, mask = (each.cuda() for each in batch(99))  # moves a buffer

@@ -59,7 +59,7 @@ class Watch:
         board = _Board(own, rank, ranks, self.stages, timeout, state)
         thread = threading.Thread(target=_beat, args=(own, board, state, abort), daemon=True)
         thread.start()
-        weakref.finalize(self, state.is_over.set)
+        weakref.finalize(self, _end, state, thread)  # at the interpreter's exit, too
 
     def waiting(self, rank: int | None) -> "Waiting":
         """Surround a wait for a rank, or for all; errors of the backend become their reason."""
@@ -291,6 +291,13 @@ class _Board:
             return 0, None, "its beginning"
         sign, waits_for, doing = self._store.get(f"rank {rank}").decode().split(" ", 2)
         return int(sign), None if waits_for == "-" else int(waits_for), doing
+
+
+def _end(state: _State, thread: threading.Thread) -> None:
+    """Have a thread come to its end: one that is in C++ when Python exits aborts the process."""
+    state.is_over.set()
+    if thread is not threading.current_thread():
+        thread.join(5.0)
 
 
 def _beat(store: Any, board: _Board, state: _State, abort: Callable[[], None]) -> None:
