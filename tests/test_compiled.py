@@ -116,8 +116,15 @@ class First(nn.Module):
         return streams[0]
 
 
-@pytest.mark.parametrize("fuse", [rd.Fuse, First])
-@pytest.mark.parametrize("backward", ["reverse", "overlap", "checkpoint-overlap"])
+@pytest.mark.parametrize(
+    "backward, fuse",
+    [
+        ("reverse", rd.Fuse),
+        ("reverse", First),
+        ("overlap", First),
+        ("checkpoint-overlap", rd.Fuse),
+    ],
+)
 def test_compiled_functions_are_called_as_one_node_and_on_any_lane(backward, fuse, monkeypatch):
     lanes = Recorded()
     monkeypatch.setattr(Overlap, "_make_lanes", lambda self: lanes)

@@ -81,14 +81,14 @@ def test_it_runs_through_a_pipeline(name, options):
     torch.manual_seed(0)
     made = resolve(name, **options)[1]
     losses = []
-    for n in range(30):
+    for n in range(16):
         x = made.example(4)
         target = x if is_text(name) else torch.randint(10, (4,))
         tick = pipe.step(x, target)
         assert tick.microbatch == (n - 3 if n >= 3 else None)
         losses += [] if tick.loss is None else [tick.loss.item()]
     pipe.flush()
-    assert len(losses) == 27 and all(torch.tensor(losses).isfinite())
+    assert len(losses) == 13 and all(torch.tensor(losses).isfinite())
     parameters = model.named_parameters()
     same = [key for key, each in parameters if torch.equal(each, before[key])]
     same = [key for key in same if not key.endswith("conv.bias")]  # batch norm takes it away again
@@ -117,8 +117,8 @@ def test_it_learns_a_batch_of_real_data(name, options):
 
 def _digits():
     data = pytest.importorskip("sklearn.datasets").load_digits()
-    images = torch.tensor(data.images[:32], dtype=torch.float32)[:, None]
-    return (images - images.mean()) / images.std(), torch.tensor(data.target[:32])
+    images = torch.tensor(data.images[:16], dtype=torch.float32)[:, None]
+    return (images - images.mean()) / images.std(), torch.tensor(data.target[:16])
 
 
 def _text(context, masked):

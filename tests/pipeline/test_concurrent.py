@@ -11,13 +11,14 @@ from torch import nn
 
 import redivider as rd
 from pipeline.test_state import equal
-from pipeline.test_trajectory import CUTS, batches, network, rate
+from pipeline.test_trajectory import Smooth, batches, rate
 from redivider.pipeline.capturable import reason_against
 from redivider.pipeline.concurrent import Concurrent, num_phases
 from redivider.pipeline.fused import fuse
 from redivider.pipeline.holdings import holdings
 
 pytestmark = pytest.mark.slow
+CUTS = {2: [3, 6], 3: [2, 4, 3], 5: [1, 2, 2, 2, 2], 9: [1] * 9}
 OPTIMIZERS = {
     "sgd": lambda stage: torch.optim.SGD(
         stage.parameters(), lr=rate_of(0.05), momentum=0.9, fused=True
@@ -26,9 +27,36 @@ OPTIMIZERS = {
 }
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """Record three phases where eight would show nothing more: recording them takes longest."""
+    monkeypatch.setattr("redivider.pipeline.concurrent.NUM_PHASES", 3)
+
+
 def rate_of(number):
     """As a recorded tick has it, so that kernels are the same ones."""
     return torch.tensor(number, dtype=torch.float64)
+
+
+def network():
+    """Nine units: junctions at both ends and between."""
+    torch.manual_seed(0)
+    units = [
+        nn.Linear(5, 4),
+        rd.Duplicate(),
+        *(rd.Coupling(Smooth(4)) for _ in range(2)),
+        rd.Fuse("concat"),
+        rd.Split(),
+        rd.Coupling(Smooth(4)),
+        rd.Fuse("mean"),
+        nn.Linear(4, 3),
+    ]
+    return rd.Chain(units).double()
+
+
+def num_eager(stages, accumulate=1, latency=1):
+    """Ticks in lockstep: the pipeline fills, all stages update twice, and all in flight is new."""
+    return 4 * latency * (stages - 1) + 2 * accumulate + 2
 
 
 def build(cut, *, optimizer="sgd", seed=0, recorded=True, **options):
@@ -75,10 +103,10 @@ def run(pipe, number, start=0):
 
 @pytest.mark.parametrize(
     "stages, accumulate, latency",
-    [(2, 1, 1), (2, 2, 2), (3, 1, 2), (3, 3, 1), (5, 1, 1), (5, 2, 2), (5, 3, 1), (10, 2, 1)],
+    [(2, 1, 1), (3, 1, 2), (3, 3, 1), (5, 2, 2), (9, 2, 1)],
 )
 def test_ticks_are_those_of_lockstep(stages, accumulate, latency):
-    num_ticks = 120 if stages == 3 else 16 * accumulate + 8 * stages
+    num_ticks = num_eager(stages, accumulate, latency) + 20  # two cycles of phases, and more
     pipes = [
         build(CUTS[stages], accumulate=accumulate, latency=latency, recorded=recorded)
         for recorded in (True, False)
@@ -93,84 +121,100 @@ def test_ticks_are_those_of_lockstep(stages, accumulate, latency):
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("method", ["petra", "dsp"])
 def test_methods_and_optimizers(method, optimizer):
     pipes = [
-        build(CUTS[5], method=method, optimizer=optimizer, accumulate=2, recorded=recorded)
+        build(CUTS[3], method=method, optimizer=optimizer, accumulate=2, recorded=recorded)
         for recorded in (True, False)
     ]
-    assert equal(*[run(pipe, 60) for pipe in pipes])
+    assert equal(*[run(pipe, num_eager(3, 2) + 12) for pipe in pipes])
+    assert pipes[0]._concurrent.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize(
-    "accumulate, options",
+    "stages, accumulate, options",
     [
-        (1, {"clip_norm": 0.05}),
-        (1, {"clip_norm": 0.1, "clip_over": "all"}),
-        (3, {"clip_norm": 0.1, "clip_over": "all"}),
-        (1, {"lookahead": "momentum"}),
-        (3, {"lookahead": "momentum"}),
-        (2, {"lookahead": "momentum", "optimizer": "adamw", "method": "dsp", "clip_norm": 0.1}),
-        (3, {"lr_by_delay": True}),
+        (3, 1, {"clip_norm": 0.05}),
+        (5, 3, {"clip_norm": 0.1, "clip_over": "all"}),
+        (3, 1, {"lookahead": "momentum"}),
+        (5, 3, {"lookahead": "momentum"}),
+        (5, 2, {"lookahead": "momentum", "optimizer": "adamw", "method": "dsp", "clip_norm": 0.1}),
+        (3, 3, {"lr_by_delay": True}),
     ],
     ids=str,
 )
-def test_clipping_look_ahead_and_rates(accumulate, options):
+def test_clipping_look_ahead_and_rates(stages, accumulate, options):
     pipes = [
-        build(CUTS[5], accumulate=accumulate, recorded=recorded, **options)
+        build(CUTS[stages], accumulate=accumulate, recorded=recorded, **options)
         for recorded in (True, False)
     ]
-    plain = build(CUTS[5], accumulate=accumulate, recorded=False)
-    seen = [run(pipe, 50) for pipe in (*pipes, plain)]
+    plain = build(CUTS[stages], accumulate=accumulate, recorded=False)
+    num = num_eager(stages, accumulate) + 11  # a cycle of phases, and more
+    seen = [run(pipe, num) for pipe in (*pipes, plain)]
     assert pipes[0]._concurrent.is_active
     assert equal(*seen[:2])
     assert not equal(*seen[1:])
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())  # and this ends the recording
-    assert equal(*[run(pipe, 30, start=50) for pipe in pipes])
+    assert equal(*[run(pipe, 13, start=num) for pipe in pipes])
     assert pipes[0]._concurrent.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_states_flushes_and_other_shapes_in_the_middle(accumulate):
-    pipes = [build(CUTS[5], accumulate=accumulate, recorded=recorded) for recorded in (True, False)]
-    seen = [run(pipe, 31) for pipe in pipes]
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("stages, accumulate", [(5, 1), (3, 3)])
+def test_states_flushes_and_other_shapes_in_the_middle(stages, accumulate):
+    pipes = [
+        build(CUTS[stages], accumulate=accumulate, recorded=recorded) for recorded in (True, False)
+    ]
     odd = torch.randn(2, 5).double(), torch.randint(3, (2,))
-    for pipe, found in zip(pipes, seen, strict=True):
-        was_active = pipe is pipes[1] or pipe._concurrent.is_active
-        assert was_active
+    seen = []
+    for pipe in pipes:
+
+        def is_active(pipe=pipe):
+            return pipe is pipes[1] or pipe._concurrent.is_active
+
+        found = run(pipe, 27)
+        assert is_active()
         tick = pipe.step(*odd)
         found.append((tick.microbatch, tick.loss, tick.aux))
-        found += run(pipe, 30, start=31)
+        found += run(pipe, 19, start=27)
+        assert is_active()
         state = pipe.state_dict()
-        found += run(pipe, 7, start=61)
+        found += run(pipe, 5, start=46)
+        assert is_active()
         pipe.load_state_dict(state)
-        found += run(pipe, 25, start=61)
+        found += run(pipe, 18, start=46)
+        assert is_active()
         found += [(t.microbatch, t.loss, t.aux) for t in pipe.flush()]
-        found += run(pipe, 40, start=80)
-    assert pipes[0]._concurrent.is_active
+        found += run(pipe, 30, start=64)
+        assert is_active()
+        seen.append(found)
     assert equal(*seen)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
+@pytest.mark.usefixtures("few")
 def test_the_order_of_the_branches_does_not_matter():
-    ends = [run(build(CUTS[5], seed=seed), 60) for seed in range(3)]
+    ends = [run(build(CUTS[5], seed=seed), num_eager(5) + 12) for seed in range(3)]
     assert all(equal(ends[0], each) for each in ends[1:])
 
 
+@pytest.mark.usefixtures("few")
 def test_a_loss_that_is_not_a_number_is_reported_and_no_update_follows():
     pipe = build(CUTS[5])
-    run(pipe, 40)
+    run(pipe, 23)
     assert pipe._concurrent.is_active
     bad = (torch.full((4, 5), torch.nan).double(), torch.zeros(4, dtype=torch.long))
     weights = []
-    with pytest.raises(FloatingPointError, match=r"micro-batch 40 is not a number"):
+    with pytest.raises(FloatingPointError, match=r"micro-batch 23 is not a number"):
         for number in range(60):
             tick = pipe.step(*(bad if number == 0 else next(batches(1, seed=number))))
-            if tick.microbatch >= 40:  # it has met its loss; the host has not heard of it
-                assert tick.loss.isnan() == (tick.microbatch == 40)
+            if tick.microbatch >= 23:  # it has met its loss; the host has not heard of it
+                assert tick.loss.isnan() == (tick.microbatch == 23)
                 weights.append(copy.deepcopy(pipe._chain.state_dict()))
     assert len(weights) > 2 and all(equal(weights[0], each) for each in weights)
     assert all(each.isfinite().all() for each in weights[0].values())
@@ -179,13 +223,14 @@ def test_a_loss_that_is_not_a_number_is_reported_and_no_update_follows():
             go_on()
 
 
+@pytest.mark.usefixtures("few")
 def test_a_fault_that_is_heard_of_at_a_flush_stops_the_pipeline():
     pipe = build(CUTS[3])
-    run(pipe, 31)
+    run(pipe, 17)
     assert pipe._concurrent.is_active
     pipe.step(torch.full((4, 5), torch.inf).double(), torch.zeros(4, dtype=torch.long))
-    run(pipe, 3, start=31)
-    with pytest.raises(FloatingPointError, match=r"micro-batch 31"):
+    run(pipe, 3, start=17)
+    with pytest.raises(FloatingPointError, match=r"micro-batch 17"):
         pipe.flush()
     with pytest.raises(RuntimeError, match="was stopped"):
         pipe.flush()
@@ -216,17 +261,18 @@ def test_rates_that_would_lose_bits_are_a_reason():
     assert reason_against(pipe) is None
 
 
+@pytest.mark.usefixtures("few")
 def test_what_is_held_is_counted_as_in_lockstep():
     pipes = [build(CUTS[3], recorded=recorded) for recorded in (True, False)]
     for pipe in pipes:
-        run(pipe, 43)
+        run(pipe, 23)
     assert pipes[0]._concurrent.is_active
     ours, theirs = (holdings(pipe) for pipe in pipes)
     assert not pipes[0]._concurrent.is_active  # what lay about since the recording is not counted
     assert [each.activations for each in ours] == [each.activations for each in theirs]
     # What comes back from graphs shares no memory.
     assert all(a.messages >= b.messages > 0 for a, b in zip(ours, theirs, strict=True))
-    assert equal(*[run(pipe, 20, start=43) for pipe in pipes])
+    assert equal(*[run(pipe, 12, start=23) for pipe in pipes])
 
 
 def test_large_messages_are_there_fewer_times(monkeypatch):
@@ -243,7 +289,7 @@ def test_large_messages_are_there_fewer_times(monkeypatch):
 def test_few_phases(accumulate, monkeypatch):
     monkeypatch.setattr("redivider.pipeline.concurrent.NUM_PHASES", 1)
     pipes = [build(CUTS[3], accumulate=accumulate, recorded=r) for r in (True, False)]
-    assert equal(*[run(pipe, 60) for pipe in pipes])
+    assert equal(*[run(pipe, num_eager(3, accumulate) + 10) for pipe in pipes])
     assert pipes[0]._concurrent.is_active
     assert pipes[0]._concurrent._num_phases == max(2, accumulate)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
@@ -258,6 +304,7 @@ def test_units_that_move_their_buffers_stay_in_lockstep(caplog):
     assert len(said) == 1 and "unit 2" in said[0] and "buffers" in said[0]
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("what", ["eval", "freeze", "decay", "rate"])
 def test_settings_changed_between_ticks_are_heeded(what):
     def change(pipe):
@@ -271,11 +318,11 @@ def test_settings_changed_between_ticks_are_heeded(what):
             pipe.stages[1].optimizer.param_groups[0]["weight_decay"] = 0.5
 
     pipes = [build(CUTS[3], recorded=recorded) for recorded in (True, False)]
-    seen = [run(pipe, 25) for pipe in pipes]
+    seen = [run(pipe, 17) for pipe in pipes]
     assert pipes[0]._concurrent.is_active
     for pipe, found in zip(pipes, seen, strict=True):
         change(pipe)
-        found += run(pipe, 25, start=25)
+        found += run(pipe, 18, start=17)
     assert pipes[0]._concurrent.is_active
     assert equal(*seen)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
@@ -289,7 +336,7 @@ def test_targets_that_may_change_behind_our_backs_are_not_captured():
     loss = lambda output, opaque: F.cross_entropy(output, opaque.target)  # noqa: E731
     pipe = rd.Pipeline(network(), stages=3, loss=loss, optimizer=OPTIMIZERS["sgd"])
     pipe._concurrent = Concurrent(pipe, Tape)
-    for x, target in batches(30):
+    for x, target in batches(20):
         pipe.step(x, Opaque(target))
     assert not pipe._concurrent.is_active
 
@@ -314,10 +361,11 @@ def test_a_parameter_that_trains_later_gets_its_momentum():
     assert torch.allclose(*found, rtol=1e-10)
 
 
+@pytest.mark.usefixtures("few")
 def test_optimizers_with_hooks_stay_in_lockstep(caplog):
     caplog.set_level("INFO", "redivider")
     pipes = [build(CUTS[3], recorded=recorded) for recorded in (True, False)]
-    seen = [run(pipe, 30) for pipe in pipes]
+    seen = [run(pipe, 17) for pipe in pipes]
     assert pipes[0]._concurrent.is_active
     for pipe, found in zip(pipes, seen, strict=True):
         pipe.stages[1].optimizer.register_step_post_hook(
@@ -325,7 +373,7 @@ def test_optimizers_with_hooks_stay_in_lockstep(caplog):
                 each.data.mul_(0.99) for each in optimizer.param_groups[0]["params"]
             ]
         )
-        found += run(pipe, 30, start=30)
+        found += run(pipe, 15, start=17)
     assert not pipes[0]._concurrent.is_active
     assert equal(*seen)
     assert "stage 1 has hooks" in caplog.text
@@ -340,6 +388,7 @@ class Normed(nn.Module):
         return torch.tanh(self.norm(x))
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("first", [rd.Duplicate(), nn.Identity()])
 def test_inputs_that_go_on_as_they_are(first):
     """The next input comes to where the last one was, which the second stage still reads."""
@@ -351,8 +400,9 @@ def test_inputs_that_go_on_as_they_are(first):
         units = [first, *ends, nn.Linear(10 if ends else 5, 5), *shared, nn.Linear(5, 3)]
         return rd.Chain(units).double()
 
-    pipes = build_both(make, stages=[1] * len(ends) + [1, 1, 2, 1])
-    assert equal(*[run(pipe, 40) for pipe in pipes])
+    stages = [1] * len(ends) + [1, 1, 2, 1]
+    pipes = build_both(make, stages=stages)
+    assert equal(*[run(pipe, num_eager(len(stages)) + 10) for pipe in pipes])
     assert pipes[0]._concurrent.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
@@ -360,7 +410,7 @@ def test_inputs_that_go_on_as_they_are(first):
 def test_a_tick_that_cannot_be_recorded_stays_in_lockstep(caplog):
     caplog.set_level("WARNING", "redivider")
     pipes = build_both(lambda: around(Reading()))
-    assert equal(*[run(pipe, 40) for pipe in pipes])
+    assert equal(*[run(pipe, 30) for pipe in pipes])
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
     assert not pipes[0]._concurrent.is_active
     said = [each.message for each in caplog.records if "not captured" in each.message]
@@ -368,21 +418,22 @@ def test_a_tick_that_cannot_be_recorded_stays_in_lockstep(caplog):
     assert "the host reads a number" in said[0] and "stage 2, unit 2" in said[0]
 
 
+@pytest.mark.usefixtures("few")
 def test_batch_norm_under_autocast_with_weights_cast_once():
     def make():
-        couplings = [rd.Coupling(ConvNorm(4)) for _ in range(3)]
+        couplings = [rd.Coupling(ConvNorm(4)) for _ in range(2)]
         stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), rd.Split(dim=1))
         units = [stem, *couplings, rd.Fuse("concat", dim=1), nn.Flatten(), nn.Linear(72, 3)]
         return rd.Chain(units).to(memory_format=torch.channels_last)
 
     pipes = build_both(make, lr_lambda=rate)
     losses: list[list[torch.Tensor]] = [[], []]
-    for index in range(60):
+    for index in range(40):
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(4, 3, 5, 5, generator=generator)
         target = torch.randint(3, (4,), generator=generator)
         for pipe, found in zip(pipes, losses, strict=True):
-            if index == 45:  # between two updates, by somebody else
+            if index == 33:  # between two updates, by somebody else
                 with torch.no_grad():
                     next(pipe._chain.parameters()).mul_(0.9)
             with torch.autocast("cpu", torch.bfloat16):
@@ -391,7 +442,7 @@ def test_batch_norm_under_autocast_with_weights_cast_once():
     assert equal(*losses)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
     counted = pipes[0]._chain[0][1].num_batches_tracked
-    assert counted == 60 - 2 * (len(pipes[0].stages) - 1)
+    assert counted == 40 - 2 * (len(pipes[0].stages) - 1)
 
 
 def run_cast(pipes, number, dtype_at, change_at=()):
@@ -408,9 +459,10 @@ def run_cast(pipes, number, dtype_at, change_at=()):
     return losses
 
 
+@pytest.mark.usefixtures("few")
 def test_a_tick_under_another_autocast():
     pipes = build_both(lambda: around(MLP(8)).float())
-    losses = run_cast(pipes, 60, lambda n: torch.float16 if n == 30 else torch.bfloat16)
+    losses = run_cast(pipes, 40, lambda n: torch.float16 if n == 24 else torch.bfloat16)
     assert pipes[0]._concurrent.is_active
     assert equal(*losses)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
@@ -420,7 +472,7 @@ def test_a_tick_under_another_autocast():
 def test_weights_changed_before_a_recording_that_fails(accumulate, caplog):
     caplog.set_level("INFO", "redivider")
     pipes = build_both(lambda: around(Reading()).float(), accumulate=accumulate)
-    losses = run_cast(pipes, 50, lambda _: torch.bfloat16, change_at=range(10, 40))
+    losses = run_cast(pipes, 36, lambda _: torch.bfloat16, change_at=range(10, 32))
     assert "recording one failed" in caplog.text
     assert equal(*losses)
 
@@ -435,6 +487,7 @@ def test_adam_is_made_what_a_capture_asks_for():
     assert not other.param_groups[0]["capturable"] and not other.param_groups[0]["fused"]
 
 
+@pytest.mark.usefixtures("few")
 def test_updates_wait_for_the_forward_of_their_stage():
     """Both read the weights; only the backward's branch goes on to the update."""
     order = []
@@ -446,38 +499,39 @@ def test_updates_wait_for_the_forward_of_their_stage():
 
     pipe = build(CUTS[3])
     pipe._concurrent = Concurrent(pipe, Watched)
-    run(pipe, 30)
+    run(pipe, num_eager(3) + 1)
     assert {(3, 0), (4, 1)} <= set(order)
 
 
 def test_the_number_of_graphs_is_what_accumulation_needs():
     for accumulate, num in ((1, 8), (2, 8), (3, 9), (9, 9)):
         pipe = build(CUTS[2], accumulate=accumulate)
-        run(pipe, 12 * accumulate)
+        run(pipe, num_eager(2, accumulate) + 1)
         assert len(pipe._concurrent._phases) == num
 
 
 def test_the_first_step_of_an_optimizer_is_not_recorded():
     """It makes the optimizer's state: a replay would make it again."""
     pipes = [build(CUTS[2], accumulate=9, recorded=recorded) for recorded in (True, False)]
-    assert equal(*[run(pipe, 60) for pipe in pipes])
+    assert equal(*[run(pipe, num_eager(2, 9) + 20) for pipe in pipes])
     assert pipes[0]._concurrent.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
+@pytest.mark.usefixtures("few")
 def test_rates_that_somebody_sets_are_those_of_recorded_ticks():
-    pipes = build_both(network, stages=CUTS[5])
+    pipes = build_both(network, stages=CUTS[3])
     schedulers = [
         torch.optim.lr_scheduler.ExponentialLR(stage.optimizer, 0.98)
         for pipe in pipes
         for stage in pipe.stages
     ]
-    for index, (x, target) in enumerate(batches(60)):
+    for index, (x, target) in enumerate(batches(32)):
         losses = [pipe.step(x, target).loss for pipe in pipes]
         assert equal(*losses)
-        for each in schedulers if index > 10 else ():  # all have updated
+        for each in schedulers if index > 4 else ():  # all have updated
             each.step()
-        if index == 40:  # a number instead of a tensor
+        if index == 20:  # a number instead of a tensor
             for pipe in pipes:
                 pipe.stages[1].optimizer.param_groups[0]["lr"] = 0.01
     assert pipes[0]._concurrent.is_active

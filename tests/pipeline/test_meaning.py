@@ -172,7 +172,7 @@ def test_copies_of_the_weights_counted_by_storage(method, accumulate, copies):
     make = lambda stage: torch.optim.SGD(stage.parameters(), lr=0.01)  # noqa: E731
     pipe = rd.Pipeline(
         units,
-        stages=[2, 1, 3, 4, 4],
+        stages=[2, 1, 3, 3, 3],
         loss=F.cross_entropy,
         optimizer=make,
         method=method,

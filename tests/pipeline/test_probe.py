@@ -33,12 +33,12 @@ def compare(one, other):
 @pytest.mark.parametrize(
     "method, cut, accumulate, latency, lookahead",
     [
-        ("petra", [1, 3, 4, 4, 2], 1, 1, None),
-        ("petra", [2, 8, 4], 3, 2, None),
-        ("petra", [1, 3, 4, 4, 2], 1, 1, "momentum"),
-        ("dsp", [2, 8, 4], 1, 1, None),
-        ("approximate-input", [1, 3, 4, 4, 2], 2, 1, None),
-        ("delayed-graph", [2, 8, 4], 1, 1, "momentum"),
+        ("petra", CUTS[5], 1, 1, None),
+        ("petra", CUTS[3], 3, 2, None),
+        ("petra", CUTS[5], 1, 1, "momentum"),
+        ("dsp", CUTS[3], 1, 1, None),
+        ("approximate-input", CUTS[5], 2, 1, None),
+        ("delayed-graph", CUTS[3], 1, 1, "momentum"),
     ],
 )
 def test_it_finds_what_histories_and_plain_autograd_give(
@@ -48,7 +48,7 @@ def test_it_finds_what_histories_and_plain_autograd_give(
     reference = refer(model, cut, method, accumulate, latency, lookahead=lookahead)
     pipe = build(rd.Pipeline, model, cut, method, accumulate, latency, lookahead=lookahead)
     probe = pipe.probe(every=7)
-    for x, target in batches(40):
+    for x, target in batches(30):  # of the fourth, all is known after 21 + 8
         reference.tick((x, target))
         pipe.step(x, target)
     units, gradients, rebuilt_errors = reference.units, {}, []
@@ -102,7 +102,7 @@ def test_with_weights_that_stand_still_all_gradients_are_one(method):
         optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.0, momentum=0.9),
     )
     probe = pipe.probe(every=3)
-    for x, target in batches(20):
+    for x, target in batches(14):
         pipe.step(x, target)
     assert {each.stage for each in probe.found} == {0, 1, 2, 3, 4}
     for each in probe.found:
@@ -116,7 +116,7 @@ def test_methods_that_are_exact_but_late_find_the_delayed_gradient(method):
     model = network()
     pipe = build(rd.Pipeline, model, CUTS[5], method, 1, 1)
     probe = pipe.probe(every=5)
-    for x, target in batches(60):
+    for x, target in batches(30):
         pipe.step(x, target)
     late = [each for each in probe.found if each.stage < 4]
     worst = max(abs(each.cosine_to_delayed - 1) for each in late)
@@ -125,17 +125,22 @@ def test_methods_that_are_exact_but_late_find_the_delayed_gradient(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("arithmetic", ["float", "fixed"])
+@pytest.mark.parametrize(
+    "method, arithmetic",
+    [
+        *((method, "float") for method in METHODS),
+        *((method, "fixed") for method in ("petra", "delayed", "exact-inverse")),
+    ],
+)
 def test_it_leaves_no_trace_in_the_training(method, arithmetic):
     """With dropout, batch norm, a buffer that moves, a mask, and a loss with a parameter."""
     _, plain = build_with_everything(method, arithmetic=arithmetic)
     _, watched = build_with_everything(method, arithmetic=arithmetic)
     probe = watched.probe(every=2)
-    assert equal(feed(watched, 0, 20), feed(plain, 0, 20))
+    assert equal(feed(watched, 0, 14), feed(plain, 0, 14))
     assert equal(watched.state_dict(), plain.state_dict())
     watched.flush()
-    assert len(probe.found) == 4 * 10 and not probe._samples
+    assert len(probe.found) == 4 * 7 and not probe._samples
     if arithmetic == "fixed" and method == "exact-inverse":
         rebuilt = [each.rebuilt_error for each in probe.found if each.stage == 1]
         assert rebuilt and max(rebuilt) == 0.0

@@ -91,7 +91,7 @@ def equal(one, other) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method, at", [("petra", 0), *((method, 11) for method in METHODS)])
-def test_the_next_20_ticks_are_equal_to_the_last_bit(method, at, tmp_path):
+def test_the_next_12_ticks_are_equal_to_the_last_bit(method, at, tmp_path):
     _, pipe = build(method)
     feed(pipe, 0, at)
     pipe.save(tmp_path / "state")
@@ -100,9 +100,9 @@ def test_the_next_20_ticks_are_equal_to_the_last_bit(method, at, tmp_path):
     from_disk.load(tmp_path / "state")
     _, from_memory = build(method, seed=2)
     from_memory.load_state_dict(state)
-    true = feed(pipe, at, 20)
+    true = feed(pipe, at, 12)
     for other in (from_disk, from_memory):
-        assert equal(feed(other, at, 20), true)
+        assert equal(feed(other, at, 12), true)
         assert equal(other.state_dict(), pipe.state_dict())
     flushed = [(tick.microbatch, tick.loss, tick.aux) for tick in pipe.flush()]
     assert len(flushed) == 3
@@ -130,7 +130,7 @@ def test_with_every_option(options, tmp_path):
     pipe.save(tmp_path / "state")
     _, other = build(seed=1, **options)
     other.load(tmp_path / "state")
-    assert equal(feed(other, 9, 20), feed(pipe, 9, 20))
+    assert equal(feed(other, 9, 12), feed(pipe, 9, 12))
     assert equal(other.state_dict(), pipe.state_dict())
 
 
@@ -179,7 +179,7 @@ def test_tensors_come_back_as_they_lay(method, channels_last, tmp_path):
     pipe.save(tmp_path / "state")
     other.load(tmp_path / "state")
     assert strides(other) == strides(pipe)
-    for n in range(13, 40):
+    for n in range(13, 28):
         ticks = [each.step(*images(n)) for each in (pipe, other)]
         assert torch.equal(ticks[0].loss, ticks[1].loss)
     assert equal(pipe.state_dict(), other.state_dict())

@@ -16,7 +16,7 @@ from redivider.pipeline.lookahead import predict
 
 SLOW = pytest.mark.slow
 BOUND = 1e-12
-TICKS = 40
+TICKS = 24
 
 
 class Smooth(nn.Sequential):
@@ -25,16 +25,16 @@ class Smooth(nn.Sequential):
 
 
 def network(seed: int = 0) -> rd.Chain:
-    """Thirteen units: two rows of couplings, junctions at both ends and between."""
+    """Twelve units: two rows of couplings, junctions at both ends and between."""
     torch.manual_seed(seed)
     units = [
         nn.Linear(5, 4),
         rd.Duplicate(),
-        *(rd.Coupling(Smooth(4)) for _ in range(4)),
+        *(rd.Coupling(Smooth(4)) for _ in range(3)),
         rd.Fuse("concat"),
         nn.Linear(8, 6),
         rd.Split(),
-        *(rd.Coupling(Smooth(3)) for _ in range(3)),
+        *(rd.Coupling(Smooth(3)) for _ in range(2)),
         rd.Fuse("mean"),
         nn.Linear(3, 3),
     ]
@@ -42,11 +42,11 @@ def network(seed: int = 0) -> rd.Chain:
 
 
 CUTS = {
-    1: [14],
-    2: [4, 10],
-    3: [2, 8, 4],
-    5: [1, 3, 4, 4, 2],
-    10: [1, 2, 1, 1, 2, 1, 2, 1, 1, 2],
+    1: [12],
+    2: [3, 9],
+    3: [2, 7, 3],
+    5: [1, 2, 4, 3, 2],
+    10: [1, 1, 1, 1, 1, 2, 1, 1, 1, 2],
 }
 
 OPTIMIZERS = {
@@ -148,13 +148,13 @@ def test_other_methods(method, stages, accumulate, latency):
 
 @st.composite
 def cuts(draw):
-    """Draw the sizes of stages of the network's 14 units."""
-    ends = draw(st.sets(st.integers(1, 13), max_size=13))
-    return [b - a for a, b in pairwise([0, *sorted(ends), 14])]
+    """Draw the sizes of up to five stages of the network's 12 units."""
+    ends = draw(st.sets(st.integers(1, 11), max_size=4))
+    return [b - a for a, b in pairwise([0, *sorted(ends), 12])]
 
 
 @SLOW
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     cut=cuts(),
     method=st.sampled_from([*METHODS]),
@@ -163,9 +163,9 @@ def cuts(draw):
     lookahead=st.sampled_from([None, "momentum"]),
     lr_by_delay=st.booleans(),
 )
-@example([1] * 14, "petra", 1, 1, None, False)
-@example([1] * 14, "delayed-graph", 2, 1, None, False)
-@example(CUTS[10], "petra", 1, 3, None, False)
+@example([1] * 12, "petra", 1, 1, None, False)
+@example([1, 1, 3, 1, 6], "delayed-graph", 2, 1, None, False)
+@example(CUTS[3], "petra", 1, 3, None, False)
 def test_any_cut_and_any_options(cut, method, accumulate, latency, lookahead, lr_by_delay):
     options = {"lookahead": lookahead, "lr_by_delay": lr_by_delay}
     assert max(follow(cut, method, accumulate, latency, **options)) <= BOUND
@@ -175,7 +175,7 @@ def test_any_cut_and_any_options(cut, method, accumulate, latency, lookahead, lr
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS)[1:])
 @pytest.mark.parametrize("method", ["petra", "delayed"])
 def test_optimizers(method, optimizer):
-    assert max(follow(CUTS[5], method, 2, 1, optimizer)) <= BOUND
+    assert max(follow(CUTS[3], method, 2, 1, optimizer)) <= BOUND
 
 
 # Adam's epsilon is applied once to all predicted steps: nearly nothing here, so it does not show.
@@ -199,7 +199,10 @@ def grouped(parameters):
 
 @pytest.mark.parametrize(
     "method, stages, accumulate, latency",
-    [("petra", 5, 3, 1), *(pytest.param(method, 3, 2, 2, marks=SLOW) for method in METHODS)],
+    [
+        ("petra", 5, 3, 1),
+        *(pytest.param(method, 3, 2, 1, marks=SLOW) for method in METHODS if method != "petra"),
+    ],
 )
 def test_lookahead(method, stages, accumulate, latency):
     found = follow(CUTS[stages], method, accumulate, latency, lookahead="momentum")
@@ -212,12 +215,12 @@ def test_lookahead(method, stages, accumulate, latency):
     ["sgd plain", "sgd fused", "adam", "adamw small", "amsgrad", "groups", "rate as a tensor"],
 )
 def test_lookahead_of_optimizers(optimizer):
-    assert max(follow(CUTS[5], "petra", 2, 1, optimizer, lookahead="momentum")) <= 1e-9
+    assert max(follow(CUTS[3], "petra", 1, 1, optimizer, lookahead="momentum")) <= 1e-9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [None, "momentum"])
-@pytest.mark.parametrize("stages, accumulate, latency", [(1, 2, 1), (5, 3, 2)])
+@pytest.mark.parametrize("stages, accumulate, latency", [(1, 2, 1), (3, 3, 2)])
 def test_rates_by_delay(stages, accumulate, latency, lookahead):
     options = {"lookahead": lookahead, "lr_by_delay": True}
     assert max(follow(CUTS[stages], "petra", accumulate, latency, **options)) <= BOUND
@@ -226,7 +229,7 @@ def test_rates_by_delay(stages, accumulate, latency, lookahead):
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw small", "groups", "rate as a tensor"])
 def test_rates_by_delay_of_optimizers(optimizer):
-    assert max(follow(CUTS[5], "petra", 2, 1, optimizer, lr_by_delay=True)) <= 1e-9
+    assert max(follow(CUTS[3], "petra", 2, 1, optimizer, lr_by_delay=True)) <= 1e-9
 
 
 @SLOW
@@ -244,13 +247,13 @@ def test_rates_by_delay_without_a_schedule_and_beside_one_of_torchs():
     late = [1 + 2 * 3 * (4 - j) / 4 for j in range(5)]
     groups = [stage.optimizer.param_groups[0] for stage in pipe.stages]
     assert [group["lr"] for group in groups] == [0.7 / each for each in late]
-    for x, target in batches(40):
+    for x, target in batches(30):  # the first stage updates after 28
         pipe.step(x, target)
     assert [group["lr"] for group in groups] == [0.7 / each for each in late]
     scheduled = rd.Pipeline(
         network(), stages=CUTS[5], lr_by_delay=True, lr_lambda=lambda update: 1.0, **options
     )
-    for x, target in batches(60):
+    for x, target in batches(30):
         scheduled.step(x, target)
     rates = [stage.optimizer.param_groups[0]["lr"] for stage in scheduled.stages]
     assert rates == [1.4 / each for each in late]
@@ -267,14 +270,14 @@ def test_lookahead_where_a_loss_is_maximised(kind):
         sign = -1 if maximize else 1
         pipe = rd.Pipeline(
             model,
-            stages=CUTS[5],
+            stages=CUTS[3],
             loss=lambda y, t, sign=sign: sign * F.cross_entropy(y, t),
             optimizer=lambda stage, m=maximize, o=options: kind(
                 stage.parameters(), lr=0.01, maximize=m, **o
             ),
             lookahead="momentum",
         )
-        for x, target in batches(30):
+        for x, target in batches(18):
             pipe.step(x, target)
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.allclose(*ends, rtol=1e-12, atol=1e-14)
@@ -329,12 +332,12 @@ def test_lookahead_takes_one_more_copy_of_the_weights(accumulate):
     held = []
     for lookahead in (None, "momentum"):
         with Live() as live:
-            pipe = build(rd.Pipeline, model, CUTS[5], "petra", accumulate, 1, lookahead=lookahead)
-            for x, target in batches(20):
+            pipe = build(rd.Pipeline, model, CUTS[3], "petra", accumulate, 1, lookahead=lookahead)
+            for x, target in batches(12):
                 pipe.step(x, target)
             held.append(live.bytes)
         del pipe
-    but_the_last = sum(p.nbytes for unit in list(model)[: -CUTS[5][-1]] for p in unit.parameters())
+    but_the_last = sum(p.nbytes for unit in list(model)[: -CUTS[3][-1]] for p in unit.parameters())
     assert held[1] - held[0] == but_the_last
 
 
@@ -379,7 +382,7 @@ class OneOff(rd.Pipeline):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_control_messages_one_tick_off_leave_the_path(method):
-    assert min(follow(CUTS[5], method, 1, 1, cls=OneOff)) > 1e-4
+    assert min(follow(CUTS[3], method, 1, 1, cls=OneOff)) > 1e-4
 
 
 @pytest.mark.slow

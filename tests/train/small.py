@@ -4,9 +4,9 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import workers
@@ -94,11 +94,18 @@ def rows(folder: Path, kind: str = "train") -> list[dict]:
     ]
 
 
-def command(*arguments: object, **options) -> subprocess.Popen:
-    """Start `redivider` with these arguments, as a shell does."""
-    words = [sys.executable, "-m", "redivider", *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(words, **pipes, **options)
+def start_command(
+    *arguments: object, output: Path, prepare: tuple[object, ...] = ()
+) -> ForkServerProcess:
+    """Start `redivider` in a process of its own, which writes to a file.
+
+    Args:
+        arguments: Of the command line.
+        output: The file.
+        prepare: A function to call there first, and its arguments.
+    """
+    words = [*map(str, arguments)]
+    return workers.start(_run, words, *prepare, folder=Path.cwd(), output=output)
 
 
 def run_command(*arguments: object, prepare: tuple[object, ...] = ()) -> tuple[int, str]:
@@ -109,8 +116,7 @@ def run_command(*arguments: object, prepare: tuple[object, ...] = ()) -> tuple[i
         prepare: A function to call there first, and its arguments.
     """
     output = Path.cwd() / ".output.txt"
-    words = [*map(str, arguments)]
-    process = workers.start(_run, words, *prepare, folder=Path.cwd(), output=output)
+    process = start_command(*arguments, output=output, prepare=prepare)
     assert not workers.end([process], seconds(60)), f"it hangs: {output.read_text()}"
     said = output.read_text()
     output.unlink()

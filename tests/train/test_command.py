@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import workers
 from patience import seconds
 from safetensors.torch import load_file
 
@@ -26,13 +27,13 @@ from redivider.train.compare import variants
 from redivider.train.errors import TrainError
 from redivider.train.folder import writing
 from train.small import (
-    command,
     hide,
     limit_files,
     recipe,
     rows,
     run_command,
     send_signal,
+    start_command,
     stop_in_evaluation,
 )
 
@@ -45,7 +46,7 @@ RECIPE = Path("recipe.json")
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REDIVIDER_DATA", str(tmp_path / "data"))
-    (tmp_path / RECIPE).write_text(recipe(method="petra", epochs=1, save_minutes=0).to_json())
+    (tmp_path / RECIPE).write_text(recipe(method="petra", save_minutes=0).to_json())
 
 
 def is_one_line(said, what):
@@ -67,7 +68,7 @@ def whole(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
-        RECIPE.write_text(recipe(method="petra", epochs=1, save_minutes=0).to_json())
+        RECIPE.write_text(recipe(method="petra", save_minutes=0).to_json())
         code, said = run_command("train", "recipe.json", "--out", "run")
     assert code == 0, said
     return folder / "run"
@@ -76,7 +77,7 @@ def whole(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_signals_lose_nothing(how, whole):
     code, said = run_command(
-        "train", "recipe.json", "--out", "parts", prepare=(send_signal, how, 50)
+        "train", "recipe.json", "--out", "parts", prepare=(send_signal, how, 27)
     )
     if how == "SIGKILL":
         assert code == -signal.SIGKILL
@@ -97,13 +98,13 @@ def test_signals_lose_nothing(how, whole):
 
 def test_a_full_disk_loses_no_checkpoint(capsys):
     """A limit on the size of files stands for the disk: writes fail in the middle."""
-    words = "train recipe.json --out run --epochs 0.3 --model-options width 24"
+    words = "train recipe.json --out run --epochs 0.2 --model-options width 24"
     assert main(words.split()) == 0
     kept = sorted(Path("run/checkpoints").iterdir())
     size = max(path.stat().st_size for path in kept[-1].iterdir())
     shutil.copytree("run", "full")
     stated = json.loads(Path("run/recipe.json").read_text())
-    Path("full/recipe.json").write_text(json.dumps({**stated, "epochs": 1.0}))
+    Path("full/recipe.json").write_text(json.dumps({**stated, "epochs": 0.4}))
     forget_the_end(Path("full"))
     code, said = run_command("train", "--resume", "full", prepare=(limit_files, size // 2))
     assert code == 2, said
@@ -114,16 +115,16 @@ def test_a_full_disk_loses_no_checkpoint(capsys):
     assert main(["train", "--resume", "full"]) == 0
 
 
-@pytest.mark.parametrize("words", ["train recipe.json --out other", "report run --out page.html"])
-def test_what_a_full_disk_stops_says_so_and_leaves_what_was_there(words):
-    assert main(["train", "recipe.json", "--out", "run", "--epochs", "0.2"]) == 0
+def test_what_a_full_disk_stops_says_so_and_leaves_what_was_there():
+    assert main(["train", "recipe.json", "--out", "run", "--epochs", "0.1"]) == 0
     assert main(["report", "run", "--out", "page.html"]) == 0
     page = Path("page.html").read_bytes()
-    code, said = run_command(*words.split(), prepare=(limit_files, 1000))
-    assert code == 2, said
-    assert is_one_line(said, "make room")
-    assert Path("page.html").read_bytes() == page
-    assert not list(Path().glob(".page*"))
+    for words in ("train recipe.json --out other", "report run --out page.html"):
+        code, said = run_command(*words.split(), prepare=(limit_files, 1000))
+        assert code == 2, said
+        assert is_one_line(said, "make room")
+        assert Path("page.html").read_bytes() == page
+        assert not list(Path().glob(".page*"))
 
 
 def test_a_damaged_checkpoint_is_passed_over(capsys, caplog):
@@ -218,19 +219,19 @@ def test_pages_that_cannot_be_written(capsys):
 
 
 def test_a_reader_that_leaves_does_not_stop_a_run():
-    words = f"{sys.executable} -m redivider train recipe.json --epochs 0.5 --out run | head -c 1"
+    words = f"{sys.executable} -m redivider train recipe.json --epochs 0.2 --out run | head -c 1"
     done = subprocess.run(words, shell=True, capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
     assert rows(Path("run"), "end")
 
 
-def test_two_at_once_take_two_folders(capsys):
-    both = [command("train", "recipe.json", "--epochs", "0.3", "--seed", seed) for seed in (1, 2)]
-    assert [each.wait(seconds(60)) for each in both] == [0, 0]
+def test_two_at_once_take_two_folders():
+    words = "train recipe.json --epochs 0.1 --seed".split()
+    both = [start_command(*words, seed, output=Path(f"{seed}.txt")) for seed in (1, 2)]
+    assert not workers.end(both, seconds(60))
+    assert [each.exitcode for each in both] == [0, 0]
     seeds = {json.loads(path.read_text())["seed"] for path in Path("runs").glob("*/recipe.json")}
     assert seeds == {1, 2}
-    for each in both:
-        each.communicate()
 
 
 def test_a_run_is_no_comparison(capsys):
@@ -279,7 +280,7 @@ def test_comparisons_are_captured_and_probed_pipelines_once_more_without_the_pro
 
 
 def test_compare_and_report(capsys):
-    words = "compare recipe.json --epochs 0.3 --compare store petra --compare-depths 1 2 4 --out c"
+    words = "compare recipe.json --epochs 0.2 --compare store petra --compare-depths 1 2 4 --out c"
     assert main(words.split()) == 0
     out = capsys.readouterr().out
     table = out[out.index("method  ") :].splitlines()
@@ -302,10 +303,11 @@ def test_compare_and_report(capsys):
 
 
 def test_a_comparison_that_was_stopped_goes_on():
-    words = "train recipe.json --epochs 0.5 --compare store petra --out".split()
-    code, said = run_command(*words, "whole")
-    assert code == 0, said
-    code, said = run_command(*words, "parts", prepare=(send_signal, "SIGINT", 46 + 20))
+    words = "train recipe.json --epochs 0.25".split()
+    for method in ("store", "petra"):
+        assert main([*words, "--method", method, "--out", f"whole/{method}"]) == 0
+    words += "--compare store petra --out parts".split()
+    code, said = run_command(*words, prepare=(send_signal, "SIGINT", 24 + 12))
     assert code == 130 and "--resume parts" in said
     assert rows(Path("parts/store"), "end") and not rows(Path("parts/petra"), "end")
     code, said = run_command("train", "--resume", "parts")
@@ -346,7 +348,7 @@ def test_a_comparison_stopped_when_a_run_had_all_but_ended_goes_on(monkeypatch, 
 def test_a_terminal_sees_a_progress_bar():
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
-    words = [sys.executable, "-m", "redivider", "train", "recipe.json", "--epochs", "1"]
+    words = [sys.executable, "-m", "redivider", "train", "recipe.json", "--epochs", "0.3"]
     process = subprocess.Popen(words, stdout=theirs, stderr=theirs)
     os.close(theirs)
     seen = b""
