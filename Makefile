@@ -9,7 +9,9 @@ TRAIN := $(VENV)/train.ready
 DEV := $(VENV)/dev.ready
 # Without bytecode: python writes it for the few modules that it imports.
 INSTALL := python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
-PYTEST := python -m pytest -n 2 --dist worksteal
+# One more than there are cores: some tests wait for processes.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
+PYTEST := python -m pytest -n $(WORKERS) --dist worksteal
 TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 

@@ -1,11 +1,17 @@
 """A rank that fails ends all of them, in seconds and with the reason; nothing hangs."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from torch.distributed import TCPStore
 
 import redivider as rd
 from distributed.cases import model, options
 from distributed.failures import CASES, meet
-from distributed.launch import launch
+from distributed.launch import launch, rank_env
 
 pytestmark = pytest.mark.slow
 
@@ -13,6 +19,31 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_all_ranks_end(case, tmp_path):
     meet(case, tmp_path)
+
+
+LEAVING = """
+from datetime import timedelta
+from redivider.pipeline import watch
+import redivider as rd
+from distributed.cases import model, options
+
+def beat(board):
+    try:
+        board._store.wait(["nothing"], timedelta(milliseconds=300))
+    except RuntimeError:
+        pass
+
+watch.BEAT, watch._Board.beat = 0.001, beat
+pipe = rd.DistributedPipeline(model(), **options())
+"""
+
+
+def test_a_process_ends_in_peace_while_its_thread_talks_to_the_store():
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    env = os.environ | rank_env(0, 1, store.port) | {"PYTHONPATH": path}
+    found = subprocess.run([sys.executable, "-c", LEAVING], env=env, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
 
 
 def test_stages_that_do_not_fit(tmp_path):

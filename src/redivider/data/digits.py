@@ -12,6 +12,7 @@ from redivider.data.images import Images
 from redivider.errors import missing
 
 NUM_TRAIN = 1437
+NUM_COLUMNS = 65  # of a row: pixels, and the label
 
 
 def read_digits(folder: object = None, *, train: bool) -> Images:
@@ -37,10 +38,10 @@ def _table() -> Tensor:
         raise DataError(missing("sklearn", "the data set digits"))
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     try:
-        rows = gzip.decompress(path.read_bytes()).decode().split()
-        numbers = [[int(float(each)) for each in row.split(",")] for row in rows]
-        return torch.tensor(numbers, dtype=torch.uint8, device="cpu")
-    except (OSError, EOFError, ValueError) as error:
+        text = gzip.decompress(path.read_bytes()).decode()
+        numbers = bytearray(int(float(each)) for each in ",".join(text.split()).split(","))
+        return torch.frombuffer(numbers, dtype=torch.uint8).view(-1, NUM_COLUMNS)
+    except (OSError, EOFError, ValueError, RuntimeError) as error:
         raise DataError(
             f"cannot read {path} ({reason(error)}); install scikit-learn again"
         ) from None
