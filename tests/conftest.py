@@ -1,5 +1,6 @@
 """Fixed seeds, one thread per worker (or REDIVIDER_THREADS), short Hypothesis runs, time limits."""
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -30,6 +31,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
         return SLOW_FILE.search(collection_path.read_text()) is not None or None
     return None
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what was imported: a million objects at every collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

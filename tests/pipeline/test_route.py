@@ -1,11 +1,16 @@
 """Messages between processes: what one counts as sent, its neighbour counts as received."""
 
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from redivider.pipeline.mail import Mail
+from redivider.pipeline.packing import Packing
 from redivider.pipeline.route import received, sent
 from redivider.pipeline.tick import actions, num_ticks
+from redivider.pipeline.wire import Post
 
 
 def spreads(stages: int):
@@ -46,3 +51,19 @@ def test_a_message_is_read_a_latency_after_its_tick(latency):
             kind = "F" if way == "up" else "B"
             due = actions(t + latency, stages, latency, entered)
             assert (kind, stage, microbatch) in due
+
+
+def test_a_tick_that_sends_something_else_is_refused():
+    team = SimpleNamespace(batches=True, place=0, is_last=True)
+    mail = Mail(team, range(1), 2, 1, Packing(None), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="defect"):
+        mail.exchange(0, 1)  # without the message to stage 1
+
+
+def test_a_transfer_that_has_not_begun_is_not_waited_for():
+    post = Post(SimpleNamespace(batches=True, stage_group=None))
+    transfer = post.begin("receive", [torch.zeros(0)], 3, 0)
+    assert transfer.wait()  # nothing travels
+    transfer.is_queued = True
+    with pytest.raises(RuntimeError, match="rank 3 is waited for before it has begun"):
+        transfer.wait()

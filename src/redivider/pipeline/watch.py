@@ -67,7 +67,8 @@ class Watch:
 
     def follow(self, work: Any, rank: int | None) -> None:
         """Look after a transfer with a rank, or with all, that a device waits for."""
-        self._state.under_way.append((work, rank))
+        if not self._state.is_over.is_set():
+            self._state.under_way.append((work, rank))
 
     @property
     def heard(self) -> PipelineError | None:
@@ -309,8 +310,9 @@ def _beat(store: Any, board: _Board, state: _State, abort: Callable[[], None]) -
             board.beat()
             if state.heard is None:
                 state.heard = board.read_failure() or board.find_stuck()
-        except Exception:
-            return  # the store is gone: the run has failed, or has come to its end
+        except Exception:  # the store is gone: the run has failed, or has come to its end
+            state.is_over.set()
+            return
         if state.heard is not None and not heard_at:
             heard_at = time.monotonic()
             if state.claim_abort():
