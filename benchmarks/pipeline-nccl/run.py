@@ -156,7 +156,7 @@ def host_time(device: torch.device, num: int) -> float:
         pipe.step(x, x)
     times = []
     for _ in range(NUM_TICKS):
-        start = time.thread_time()  # of this thread: what it waits for does not count
+        start = time.thread_time()  # of this thread, asking for the end of transfers included
         pipe.step(x, x)
         times.append(time.thread_time() - start)
     pipe.flush()

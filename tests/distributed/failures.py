@@ -6,12 +6,13 @@ import signal
 import time
 from pathlib import Path
 
+import torch.distributed as dist
 from patience import seconds
 from torch.distributed import TCPStore
 from workers import end, start
 
 import redivider as rd
-from distributed import cases
+from distributed import cases, ordered
 from distributed.cases import model, options, run
 from distributed.launch import nccl_env, rank_env
 from redivider.pipeline import team
@@ -81,6 +82,9 @@ CULPRITS = {raises: 1, changes_shape: 0, lacks_inputs: 0}
 
 def work(case, rank: int, backend: str) -> None:
     """Train, meet the case if it is this rank's, and train on."""
+    if backend in ordered.MODES:
+        ordered.register(backend)
+        dist.init_process_group(backend)
     if backend == "nccl":
         os.environ |= nccl_env(rank)
         team._have_own_gpus = lambda *given: True  # they share one

@@ -72,7 +72,7 @@ def _work(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     path = Path(folder) / f"result-{rank}.pt"
     if backend in ordered.MODES:
-        ordered.register()
+        ordered.register(backend)
     if "nccl" in backend:
         os.environ |= nccl_env(rank)
         torch.cuda.set_device(0)

@@ -2,8 +2,9 @@
 
 What a group is asked for is done in that order: a batch, or a collective, begins when the one
 before it is over. "eager": a send is over as soon as it has begun, as small messages are that fit
-into NCCL's buffers. "rendezvous": it is over when it is received. A buffer to be received into
-holds NaN until its message has come.
+into NCCL's buffers. "rendezvous": it is over when it is received. "device": the same, and the
+pipeline takes it for a GPU: waits have no limit, and end when the group is aborted, whatever has
+come. A buffer to be received into holds NaN until its message has come.
 """
 
 import queue
@@ -13,9 +14,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-MODES = ("eager", "rendezvous")
+from redivider.pipeline import team
+
+MODES = ("eager", "rendezvous", "device")
 
 
 class Done(dist.Work):
@@ -30,12 +34,18 @@ class Done(dist.Work):
             self._job()
         except Exception as error:
             self._error = error
+        self.end()
+
+    def end(self) -> None:
         self._event.set()
 
-    def wait(self, timeout: timedelta = timedelta(seconds=120)) -> bool:
-        if not self._event.wait(timeout.total_seconds() or None):
+    def is_completed(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._event.wait(timeout and timeout.total_seconds()):
             raise RuntimeError("timed out")
-        if self._error is not None:
+        if self._error is not None and timeout is not None:  # as NCCL's: else the device goes on
             raise self._error
         return True
 
@@ -50,6 +60,7 @@ class Ordered(dist.ProcessGroup):
         self._num_sent, self._num_received = Counter(), Counter()
         self._jobs: queue.Queue[Done] = queue.Queue()
         self._leaving: list[Any] = []
+        self._works: list[Done] = []
         self._batch: list[Callable[[], Any]] | None = None
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -59,6 +70,7 @@ class Ordered(dist.ProcessGroup):
 
     def _queue(self, job: Callable[[], None]) -> Done:
         work = Done(job)
+        self._works = [each for each in self._works if not each.is_completed()] + [work]
         self._jobs.put(work)
         return work
 
@@ -103,6 +115,20 @@ class Ordered(dist.ProcessGroup):
     def barrier(self, options: Any) -> Done:
         return self._queue(lambda: self._gloo.barrier(options).wait())
 
+    def _get_backend(self, device: torch.device) -> "Ordered":
+        return self
+
+    def _group_start(self) -> None:
+        pass
+
+    def _group_end(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        """Let nobody wait any longer."""
+        for each in self._works:
+            each.end()
+
     def getBackendName(self) -> str:
         return "ordered"
 
@@ -113,8 +139,21 @@ class Ordered(dist.ProcessGroup):
         return self._name
 
 
-def register() -> None:
-    """Make the backends known to this process, and tell them what is one batch."""
+class Event:
+    """A place in the work of a device that is never behind."""
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def register(backend: str) -> None:
+    """Make the backends known to this process, which uses one; tell them what is one batch."""
+    if backend == "device":
+        team.is_waited_for_by_device = lambda device: True
+        torch.cuda.Event = Event
     for mode in MODES:
 
         def make(store: Any, rank: int, size: int, timeout: timedelta, mode: str = mode) -> Ordered:

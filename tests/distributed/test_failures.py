@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 import redivider as rd
 from distributed.cases import model, options
-from distributed.failures import CASES, meet, sleeps_unread
+from distributed.failures import CASES, exits, is_stopped, meet, raises, sleeps_unread
 from distributed.launch import launch, rank_env
 
 pytestmark = pytest.mark.slow
@@ -23,6 +23,13 @@ ON_A_HOST = [case for case in CASES if case is not sleeps_unread]
 @pytest.mark.parametrize("case", ON_A_HOST, ids=lambda case: case.__name__)
 def test_all_ranks_end(case, tmp_path):
     meet(case, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "case", [raises, exits, sleeps_unread, is_stopped], ids=lambda case: case.__name__
+)
+def test_all_ranks_end_whose_devices_wait(case, tmp_path):
+    meet(case, tmp_path, "device")
 
 
 LEAVING = """

@@ -92,7 +92,7 @@ def test_saved_on_four_processes_it_goes_on_on_two_and_on_one(changes, backend, 
 
 
 @pytest.mark.parametrize(
-    "norm, backend", [(True, "gloo"), (False, "gloo"), (True, "eager"), (False, "rendezvous")]
+    "norm, backend", [(True, "gloo"), (False, "gloo"), (True, "device"), (False, "rendezvous")]
 )
 def test_replicas(norm, backend, tmp_path):
     compare_replicas(norm, backend, tmp_path)

@@ -10,7 +10,7 @@ from redivider.pipeline.mail import Mail
 from redivider.pipeline.packing import Packing
 from redivider.pipeline.route import received, sent
 from redivider.pipeline.tick import actions, num_ticks
-from redivider.pipeline.wire import Post
+from redivider.pipeline.wire import Post, _on
 
 
 def spreads(stages: int):
@@ -58,6 +58,11 @@ def test_a_tick_that_sends_something_else_is_refused():
     mail = Mail(team, range(1), 2, 1, Packing(None), torch.device("cpu"))
     with pytest.raises(RuntimeError, match="defect"):
         mail.exchange(0, 1)  # without the message to stage 1
+
+
+def test_side_inputs_travel_from_where_streams_are():
+    streams, number = torch.zeros(3, device="meta"), torch.tensor(0.5)
+    assert [each.device.type for each in _on(streams.device, [streams, number])] == ["meta"] * 2
 
 
 def test_a_transfer_that_has_not_begun_is_not_waited_for():

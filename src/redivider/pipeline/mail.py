@@ -97,7 +97,11 @@ class Mail:
         for leg in self.arriving(range(t, t + 1), entered):
             self._incoming[leg.way].post_next()
         self._post.exchange()
-        self._team.catch_up(self._latency + 2)  # the host may be ahead of the messages by two ticks
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Do not let the host be ahead of the messages on their way by more than two ticks."""
+        self._team.catch_up(self._latency + 2)
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""

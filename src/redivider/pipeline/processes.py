@@ -132,8 +132,9 @@ class DistributedPipeline(Pipeline):
         The input is needed on the first rank.
         """
         with self._guarding():
-            output = self.evaluate_here(x, **side)
-            return share_tree(self._team, output, self._device)
+            output = share_tree(self._team, self.evaluate_here(x, **side), self._device)
+            self._mail.catch_up()
+            return output
 
     @torch.no_grad()
     def evaluate_here(self, x: Any = None, /, **side: Any) -> Any:
@@ -147,6 +148,7 @@ class DistributedPipeline(Pipeline):
                 for unit in stage.units:
                     flow = unit.evaluate(flow, side)
             self._mail.pass_on(flow, side)
+            self._mail.catch_up()
         if not self._team.is_last:
             return None
         if flow.dtype is None:

@@ -69,16 +69,17 @@ class Team:
         """Whether the transfers of a tick begin together, in one order for everybody."""
         self.device = device if self.batches else torch.device("cpu")
         """Where what travels must be."""
-        self._on_gpu = self.device.type == "cuda"
+        self._on_gpu = is_waited_for_by_device(self.device)
         self._begun: deque[list[tuple[Any, int | None]]] = deque([[]])  # by ticks
         shared = dist.distributed_c10d._get_default_store()
         prefix = f"redivider-{_attempt()}-{_num_teams}"
         self._store = dist.distributed_c10d.PrefixStore(prefix, shared)
         self.number = _num_teams
         _num_teams += 1
-        groups = [dist.group.WORLD, self.stage_group, self.data_group]
+        groups: list[Any] = [dist.group.WORLD, self.stage_group, self.data_group]
         groups = list(dict.fromkeys(each for each in groups if each is not None))
-        abort = partial(_abort, groups if self._on_gpu else [], self.device)
+        backends = [each._get_backend(self.device) for each in groups if self._on_gpu]
+        abort = partial(_abort, backends)
         self.watch = Watch(self._store, self.rank, self.everyone, timeout, abort)
         if self.batches:
             with self.guarding():
@@ -95,21 +96,40 @@ class Team:
         self.watch.verify_well()
         try:
             yield
-            self.watch.verify_well()  # what has come since may be of an aborted transfer
+            self._verify_transfers()
+            self.watch.verify_well()
         except Exception as error:
             if getattr(error, "is_agreed", False) or getattr(error, "is_told", False):
                 raise  # everybody has it, and can go on; or an inner guard has seen to it
-            heard = self.watch.heard
+            heard = self._find_cause(error)
             if heard is None and not isinstance(error, PipelineError):
                 notes = ", ".join(getattr(error, "__notes__", []))
                 told = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
                 self.watch.publish(f"{self.watch.name(self.rank)}: {told}")
             self.watch.fail()
-            if heard is not None:  # what comes after it, such as numbers that make no sense
+            if heard is not None:
                 heard.is_told = True
                 raise heard from error
             error.is_told = True  # type: ignore[attr-defined]
             raise
+
+    def _find_cause(self, error: Exception) -> PipelineError | None:
+        """The failure of another process that an error may come of: numbers that make no sense."""
+        self.watch.settle()
+        if self.watch.heard is None and not isinstance(error, PipelineError):
+            try:
+                self._verify_transfers()
+            except PipelineError as cause:
+                return cause
+        return self.watch.heard
+
+    def _verify_transfers(self) -> None:
+        """Raise if a transfer has failed: a GPU goes on with whatever is in its memory."""
+        if self._on_gpu:
+            for work, rank in (each for some in self._begun for each in some):
+                if work.is_completed():
+                    with self.talking(rank):
+                        work.wait(timedelta(seconds=self.timeout))
 
     def name_stages(self, place: int, stages: str) -> None:
         """Say which stages the ranks at a place have, for errors."""
@@ -132,11 +152,22 @@ class Team:
             work.wait(timedelta(seconds=self.timeout))  # raises if it has failed
             self.watch.verify_well()  # a transfer that was aborted is complete, too
 
-    def follow(self, work: Any, rank: int | None = None) -> None:
-        """Note something that the host does not wait for now: `catch_up` does, and the watch."""
+    def mark(self) -> Any:
+        """An event that is over when the GPU has come here; nothing on a host."""
+        if not self._on_gpu:
+            return None
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def follow(self, work: Any, rank: int | None, ready: Any) -> None:
+        """Note something that the host does not wait for now: `catch_up` does, and the watch.
+
+        `ready` marks where the GPU began it.
+        """
         self._begun[-1].append((work, rank))
         if self._on_gpu:
-            self.watch.follow(work, rank)
+            self.watch.follow(work, rank, ready)
 
     def catch_up(self, ticks: int = 0) -> None:
         """Wait on the host for all that was begun, but for that of the last few ticks.
@@ -157,7 +188,7 @@ class Team:
         """Take the text that a rank has left, or is going to leave."""
         key = f"note {key}"
         with self.talking(rank):
-            self._poll(lambda: self._store.check([key]))
+            self._poll(lambda: self._store.check([key]), longest=5e-3)
             text: str = self._store.get(key).decode()
             self._store.delete_key(key)
         return text
@@ -166,13 +197,15 @@ class Team:
         """Surround what another process may break by its end."""
         return self.watch.waiting(rank)
 
-    def _poll(self, is_done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self.timeout
+    def _poll(self, is_done: Callable[[], bool], longest: float = 2e-4) -> None:
+        """Ask again and again, after pauses that grow up to some seconds."""
+        deadline, pause = time.monotonic() + self.timeout, 5e-5
         while not is_done():
             self.watch.verify_well()
             if time.monotonic() > deadline:
                 raise RuntimeError("timed out")
-            time.sleep(5e-5)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
 
     def _connect(self, groups: Sequence[Any]) -> None:
         """Set up communicators, all ranks together: the first transfer of a tick is of some."""
@@ -194,7 +227,8 @@ class Team:
         for dtype in dict.fromkeys(each.dtype for each in tensors):
             some = [each for each in tensors if each.dtype == dtype]
             flat = torch.cat([each.reshape(-1) for each in some]).to(self.device)
-            self._settle(dist.all_reduce(flat, group=self.data_group, async_op=True))
+            work = dist.all_reduce(flat, group=self.data_group, async_op=True)
+            self._settle(work, is_for_host=some[0].device.type == "cpu")
             flat.div_(self.num_columns)
             parts = torch.split(flat, [each.numel() for each in some])
             for each, part in zip(some, parts, strict=True):
@@ -236,11 +270,14 @@ class Team:
         return [found[numbers.index(rank)].to(tensor.device) for rank in order]
 
     def _settle(self, work: Any, rank: int | None = None, *, is_for_host: bool = False) -> None:
+        """Wait for what all do, on the host if its result is wanted there."""
         if is_for_host or not self._on_gpu:
             self.finish(work, rank)
         else:
-            self.follow(work, rank)
+            ready = self.mark()
             self.wait(work, rank)
+            # Not the work itself: it would keep what was gathered or averaged alive.
+            self.follow(Passed(self.mark()), rank, ready)
 
     def tell_all(self, text: str) -> list[str]:
         """Give a text to all ranks, and get everybody's, in the order of the mesh."""
@@ -321,15 +358,34 @@ def _have_own_gpus(store: Any, rank: int, num: int, device: torch.device, timeou
     return all(found) and len(set(found)) == num
 
 
-def _abort(groups: Sequence[Any], device: torch.device) -> None:
+def is_waited_for_by_device(device: torch.device) -> bool:
+    """Whether a wait for a transfer is queued on the device, and the host goes on."""
+    return device.type == "cuda"
+
+
+class Passed:
+    """The end of something on a GPU, as a work."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self, timeout: timedelta) -> None:
+        """The GPU has waited by itself."""
+
+
+def _abort(backends: Sequence[Any]) -> None:
     """Abort communicators, so that nobody waits for a transfer that will not come."""
-    backends = [group._get_backend(device) for group in groups]
     if not backends:
         return
     with contextlib.suppress(RuntimeError):
         backends[0]._group_start()  # together: one by one they may wait for each other
-        for each in backends:
+    for each in backends:
+        with contextlib.suppress(RuntimeError):
             each.abort()
+    with contextlib.suppress(RuntimeError):
         backends[0]._group_end()
 
 

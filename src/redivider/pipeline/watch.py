@@ -65,18 +65,29 @@ class Watch:
         """Surround a wait for a rank, or for all; errors of the backend become their reason."""
         return Waiting(self, self._state, rank)
 
-    def follow(self, work: Any, rank: int | None) -> None:
-        """Look after a transfer with a rank, or with all, that a device waits for."""
+    def follow(self, work: Any, rank: int | None, ready: Any) -> None:
+        """Look after a transfer with a rank, or with all, that a device waits for.
+
+        `ready` is an event: until it is over, the device is busy with something else.
+        """
         if not self._state.is_over.is_set():
-            self._state.under_way.append((work, rank))
+            self._state.under_way.append((work, rank, ready))
 
     @property
     def heard(self) -> PipelineError | None:
         """Why another process has failed, or what this one waits for in vain."""
         return None if self._state.heard is None else self._error(self._state.heard)
 
+    def settle(self) -> None:
+        """Wait until the reason of a transfer that has failed is known: numbers may be of it."""
+        deadline = time.monotonic() + GRACE
+        while self._state.is_doubtful and self._state.heard is None:
+            if self._state.is_over.wait(0.01) or time.monotonic() > deadline:
+                return
+
     def verify_well(self) -> None:
         """Raise if another process has failed."""
+        self.settle()
         if self._state.heard is not None:
             self.close()
             raise self._error(self._state.heard)
@@ -94,9 +105,9 @@ class Watch:
         self._state.is_over.set()
 
     def fail(self) -> None:
-        """Stop watching, and release the other processes: the run has failed."""
+        """Stop watching; abort what is under way, if there is anything: the run has failed."""
         self.close()
-        if self._state.claim_abort():
+        if self._state.is_busy() and self._state.claim_abort():
             self._abort()
 
     def name(self, rank: int) -> str:
@@ -142,13 +153,21 @@ class _State:
         self.said: str | None = None
         self.heard: str | None = None
         self.is_over = threading.Event()
-        self.under_way: deque[tuple[Any, int | None]] = deque()
+        self.under_way: deque[tuple[Any, int | None, Any]] = deque()
+        self.is_doubtful = False  # the end of a transfer is being looked at, or it has failed
         self._moved_at = time.monotonic()
         self._abort_lock = threading.Lock()
 
     def claim_abort(self) -> bool:
         """Whether the caller is the one to abort: once."""
         return self._abort_lock.acquire(blocking=False)
+
+    def is_busy(self) -> bool:
+        """Whether a device waits for a transfer."""
+        try:
+            return any(not work.is_completed() for work, _, _ in tuple(self.under_way))
+        except RuntimeError:
+            return True
 
     def find_awaited(self) -> int | None:
         """The rank that this process waits for, or its device since some beats; -1 for all."""
@@ -165,13 +184,19 @@ class _State:
         if waits_for is not None and now - self.waits_since > timeout + SLACK:
             return None if waits_for < 0 else waits_for, TIMED_OUT
         while self.under_way:
-            work, rank = self.under_way[0]
+            work, rank, ready = self.under_way[0]
             try:
                 if not work.is_completed():
+                    if ready is not None and not ready.query():
+                        self._moved_at = now  # it does not wait: it computes
                     break
-                work.wait(timedelta(seconds=1))  # is over; raises if it has failed
+                # It is over, or has failed. If it has, NCCL aborts its communicator here, and the
+                # device goes on with whatever is in its memory.
+                self.is_doubtful = True
+                work.wait(timedelta(seconds=1))
             except RuntimeError:
-                return rank, BROKEN
+                return rank, BROKEN  # and stays in doubt, until the reason is found
+            self.is_doubtful = False
             self.under_way.popleft()
             self._moved_at = now
         if not self.under_way:
@@ -303,23 +328,27 @@ def _end(state: _State, thread: threading.Thread) -> None:
 
 def _beat(store: Any, board: _Board, state: _State, abort: Callable[[], None]) -> None:
     """Tell and listen, until it is over."""
-    heard_at = 0.0
+    heard_at, num_failed = 0.0, 0
     store.set_timeout(timedelta(seconds=5))
     while not state.is_over.wait(BEAT):
         try:
             board.beat()
             if state.heard is None:
                 state.heard = board.read_failure() or board.find_stuck()
-        except Exception:  # the store is gone: the run has failed, or has come to its end
-            state.is_over.set()
-            return
-        if state.heard is not None and not heard_at:
-            heard_at = time.monotonic()
-            if state.claim_abort():
-                abort()
-        if heard_at and time.monotonic() - heard_at > GRACE:
-            sys.stderr.write(
-                f"rank {board.rank}: ends, as another rank has failed: {state.heard}\n"
-            )
+            num_failed = 0
+        except Exception:
+            num_failed += 1
+            if num_failed > 3:  # the store is gone: the run has failed, or has come to its end
+                state.is_over.set()
+                return
+        if state.heard is None:
+            continue
+        heard_at = heard_at or time.monotonic()
+        seconds = time.monotonic() - heard_at
+        # A process that raises by itself may go on, and needs its communicators.
+        if seconds > 2 * BEAT and state.claim_abort():
+            abort()
+        if seconds > GRACE:
+            sys.stderr.write(f"rank {board.rank}: ends, since a rank has failed: {state.heard}\n")
             sys.stderr.flush()
             os._exit(1)

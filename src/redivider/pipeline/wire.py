@@ -102,13 +102,14 @@ class Post:
             return
         ranks = {transfer.rank for transfer in queued}
         rank = ranks.pop() if len(ranks) == 1 else None
+        ready = self._team.mark()
         with self._team.talking(rank):
             works = dist.batch_isend_irecv(ops)
         for transfer in queued:
             if transfer.is_queued:
                 transfer.is_queued, transfer.works = False, works
         for work in works:
-            self._team.follow(work, rank)
+            self._team.follow(work, rank, ready)
 
 
 @dataclass
@@ -276,13 +277,16 @@ def _tag(team: int, kind: Kind, num: int) -> int:
 
 
 def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
-    """The same where they must be to travel."""
-    if not tensors or tensors[0].device == device:
+    """The same where they must be to travel; side inputs may be elsewhere than streams."""
+    if device.type != "cpu":
+        return [each.to(device) for each in tensors]
+    away = next((each.device for each in tensors if each.device != device), None)
+    if away is None:
         return tensors
     found = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
     for there, here in zip(found, tensors, strict=True):
         there.copy_(here, non_blocking=True)
-    torch.cuda.current_stream(tensors[0].device).synchronize()
+    torch.cuda.current_stream(away).synchronize()
     return found
 
 
