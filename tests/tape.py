@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from redivider.pipeline.graphs import Graphs
+from redivider.pipeline.runners.cuda_graphs import Graphs
 
 MAIN = -1
 

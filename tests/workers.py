@@ -21,7 +21,7 @@ PRELOADED = [
     "torch._dynamo",
     "redivider.chain",
     "redivider.models.catalogue",
-    "redivider.pipeline.processes",
+    "redivider.pipeline.distributed",
 ]
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
-from redivider.pipeline.holdings import holdings
-from redivider.pipeline.memory import METHODS
+from redivider.pipeline.diagnostics.memory import holdings
+from redivider.pipeline.methods import METHODS
 
 
 def build(options: argparse.Namespace, method: str) -> rd.Pipeline:

@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import redivider as rd
 from redivider.arithmetic import resolve_arithmetic
 from redivider.coupling import Streams
-from redivider.pipeline.around import Around
-from redivider.pipeline.cut import units_of
-from redivider.pipeline.loss import Loss
-from redivider.pipeline.memory import METHODS
-from redivider.pipeline.place import group_units, place_units
-from redivider.pipeline.stage import Message, Stage
-from redivider.pipeline.tick import delay
-from redivider.pipeline.unit import Flow
+from redivider.pipeline.methods import METHODS
+from redivider.pipeline.partition import units_of
+from redivider.pipeline.runners.surroundings import Around
+from redivider.pipeline.schedule import delay
+from redivider.pipeline.stages.loss import Loss
+from redivider.pipeline.stages.placement import group_units, place_units
+from redivider.pipeline.stages.stage import Message, Stage
+from redivider.pipeline.stages.unit import Flow
 from redivider.replay.autocast import Autocast
 
 FLOAT = resolve_arithmetic("float")

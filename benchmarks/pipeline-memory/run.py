@@ -20,8 +20,8 @@ import torch
 from alone import BOTH, VARIANTS, Setting, measure, watch_messages
 
 import redivider as rd
-from redivider.pipeline.cut import units_of
-from redivider.pipeline.tick import delay
+from redivider.pipeline.partition import units_of
+from redivider.pipeline.schedule import delay
 
 Row = dict[str, Any]
 

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import redivider as rd
-from redivider.pipeline.packing import Packing
-from redivider.pipeline.team import Team
-from redivider.pipeline.wire import Incoming, Outgoing, Post
+from redivider.pipeline.runners.topology import Team
+from redivider.pipeline.runners.transport import Incoming, Outgoing, Post
+from redivider.pipeline.stages.compression import Packing
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 64 * MIB)  # bytes of a message

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import redivider as rd
 from redivider.footprint import Live
-from redivider.pipeline.timeline import measured_spans
+from redivider.pipeline.diagnostics.timeline import measured_spans
 
 
 class Petra:

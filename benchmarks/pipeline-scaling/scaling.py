@@ -14,7 +14,7 @@ from ours import Petra
 from setting import Setting
 from turns import take_turns
 
-from redivider.pipeline.cut import balance_of, count_costs, loads_of
+from redivider.pipeline.partition import balance_of, count_costs, loads_of
 
 
 def scaling(setting: Setting, processes: list[int]) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import redivider as rd
-from redivider.pipeline.concurrent import Concurrent
-from redivider.pipeline.graphs import CudaGraphs
+from redivider.pipeline.runners.captured import Concurrent
+from redivider.pipeline.runners.cuda_graphs import CudaGraphs
 
 # name: model, options, stages
 MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {

@@ -24,9 +24,9 @@ if _TYPE_CHECKING:
     from redivider.models.catalogue import create_model as create_model
     from redivider.models.catalogue import list_models as list_models
     from redivider.models.cross_entropy import ChunkedCrossEntropy as ChunkedCrossEntropy
-    from redivider.pipeline.cut import balance as balance
-    from redivider.pipeline.lockstep import Pipeline as Pipeline
-    from redivider.pipeline.processes import DistributedPipeline as DistributedPipeline
+    from redivider.pipeline.distributed import DistributedPipeline as DistributedPipeline
+    from redivider.pipeline.partition import balance as balance
+    from redivider.pipeline.pipeline import Pipeline as Pipeline
     from redivider.verify import check_gradients as check_gradients
     from redivider.verify import check_reversible as check_reversible
 
@@ -39,16 +39,16 @@ _HOMES = {
     "ChunkedCrossEntropy": "models.cross_entropy",
     "Coupling": "coupling",
     "DriftWarning": "drift",
-    "DistributedPipeline": "pipeline.processes",
+    "DistributedPipeline": "pipeline.distributed",
     "Duplicate": "junction",
     "Fixed": "arithmetic",
     "Float": "arithmetic",
     "Fuse": "junction",
-    "Pipeline": "pipeline.lockstep",
+    "Pipeline": "pipeline.pipeline",
     "PipelineError": "errors",
     "Split": "junction",
     "UnitError": "errors",
-    "balance": "pipeline.cut",
+    "balance": "pipeline.partition",
     "capture": "captured",
     "check_gradients": "verify",
     "check_memory": "footprint",

@@ -9,7 +9,7 @@ import redivider as rd
 from distributed import cases
 from distributed.cases import batch, equal, finish, model, options, run
 from distributed.launch import launch
-from redivider.pipeline import wire
+from redivider.pipeline.runners import transport as wire
 
 NUM = 24  # micro-batches
 

@@ -15,7 +15,7 @@ import redivider as rd
 from distributed import cases, ordered
 from distributed.cases import model, options, run
 from distributed.launch import nccl_env, rank_env
-from redivider.pipeline import team
+from redivider.pipeline.runners import topology as team
 
 SECONDS = 60  # until all have ended
 TIMEOUT = round(seconds(2))  # of a pipeline: a rank that is only slow is waited for

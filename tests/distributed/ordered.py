@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from redivider.pipeline import team
+from redivider.pipeline.runners import topology as team
 
 MODES = ("eager", "rendezvous", "device")
 

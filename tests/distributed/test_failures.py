@@ -34,7 +34,7 @@ def test_all_ranks_end_whose_devices_wait(case, tmp_path):
 
 LEAVING = """
 from datetime import timedelta
-from redivider.pipeline import watch
+from redivider.pipeline.runners import heartbeat as watch
 import redivider as rd
 from distributed.cases import model, options
 

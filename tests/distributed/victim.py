@@ -14,7 +14,7 @@ import torch
 import redivider as rd
 from distributed.launch import nccl_env
 from redivider.cli import main
-from redivider.pipeline import team
+from redivider.pipeline.runners import topology as team
 
 step = rd.DistributedPipeline.step
 

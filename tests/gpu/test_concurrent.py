@@ -12,8 +12,8 @@ from networks import MLP, Reading
 from torch import nn
 
 import redivider as rd
-from redivider.pipeline.concurrent import Concurrent
-from redivider.pipeline.graphs import CudaGraphs
+from redivider.pipeline.runners.captured import Concurrent
+from redivider.pipeline.runners.cuda_graphs import CudaGraphs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import redivider as rd
-from redivider.pipeline.casts import Casts, watching
-from redivider.pipeline.weights import Weights
+from redivider.pipeline.stages.casts import Casts, watching
+from redivider.pipeline.stages.weights import Weights
 
 
 class Pooled(nn.Module):

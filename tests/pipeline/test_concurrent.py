@@ -12,10 +12,10 @@ from torch import nn
 import redivider as rd
 from pipeline.test_state import equal
 from pipeline.test_trajectory import Smooth, batches, rate
-from redivider.pipeline.capturable import reason_against
-from redivider.pipeline.concurrent import Concurrent, num_phases
-from redivider.pipeline.fused import fuse
-from redivider.pipeline.holdings import holdings
+from redivider.pipeline.diagnostics.memory import holdings
+from redivider.pipeline.runners.capturable import reason_against
+from redivider.pipeline.runners.captured import Concurrent, num_phases
+from redivider.pipeline.stages.fused_optimizer import fuse
 
 pytestmark = pytest.mark.slow
 CUTS = {2: [3, 6], 3: [2, 4, 3], 5: [1, 2, 2, 2, 2], 9: [1] * 9}
@@ -30,7 +30,7 @@ OPTIMIZERS = {
 @pytest.fixture
 def few(monkeypatch):
     """Record three phases where eight would show nothing more: recording them takes longest."""
-    monkeypatch.setattr("redivider.pipeline.concurrent.NUM_PHASES", 3)
+    monkeypatch.setattr("redivider.pipeline.runners.captured.NUM_PHASES", 3)
 
 
 def rate_of(number):
@@ -287,7 +287,7 @@ def test_large_messages_are_there_fewer_times(monkeypatch):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_few_phases(accumulate, monkeypatch):
-    monkeypatch.setattr("redivider.pipeline.concurrent.NUM_PHASES", 1)
+    monkeypatch.setattr("redivider.pipeline.runners.captured.NUM_PHASES", 1)
     pipes = [build(CUTS[3], accumulate=accumulate, recorded=r) for r in (True, False)]
     assert equal(*[run(pipe, num_eager(3, accumulate) + 10) for pipe in pipes])
     assert pipes[0]._concurrent.is_active

@@ -12,7 +12,7 @@ from networks import MLP, vector_chain
 from torch import nn
 
 import redivider as rd
-from redivider.pipeline.cut import balance_of, count_costs, cut_evenly, loads_of
+from redivider.pipeline.partition import balance_of, count_costs, cut_evenly, loads_of
 
 
 def SGD(stage):

@@ -14,7 +14,7 @@ from torch import nn
 import redivider as rd
 from pipeline.reference import METHODS
 from pipeline.test_state import equal
-from redivider.pipeline.unit import accumulate
+from redivider.pipeline.stages.unit import accumulate
 
 WIDTH = 4
 

@@ -13,7 +13,7 @@ from torch import nn
 import redivider as rd
 from pipeline.reference import METHODS
 from pipeline.test_trajectory import CUTS, batches, network
-from redivider.pipeline.tick import delay
+from redivider.pipeline.schedule import delay
 
 
 class Spy(torch.optim.SGD):

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import redivider as rd
 from redivider.errors import ChangedError, UnitError
-from redivider.pipeline.memory import METHODS
-from redivider.pipeline.state import StateError
+from redivider.pipeline.checkpoint.files import StateError
+from redivider.pipeline.methods import METHODS
 
 
 def network(make, width=6):

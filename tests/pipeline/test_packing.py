@@ -5,7 +5,7 @@ import torch
 from distributed.cases import batch, model, options
 
 import redivider as rd
-from redivider.pipeline.packing import Packing
+from redivider.pipeline.stages.compression import Packing
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 2**-8), (torch.int8, 0.5 / 127)])

@@ -218,6 +218,6 @@ def test_a_fault_of_a_comparison_does_not_stop_the_training(monkeypatch):
     def fails(*args):
         raise OverflowError("off the grid")
 
-    monkeypatch.setattr("redivider.pipeline.unit.Unit.trace", fails)
+    monkeypatch.setattr("redivider.pipeline.stages.unit.Unit.trace", fails)
     feed(pipe, 0, 20)
     assert probe.found and all(each.cosine != each.cosine for each in probe.found)

@@ -2,7 +2,7 @@
 
 import torch
 
-from redivider.pipeline.ring import Ring
+from redivider.pipeline.stages.ring_buffer import Ring
 
 
 def value(number):

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from redivider.pipeline.mail import Mail
-from redivider.pipeline.packing import Packing
-from redivider.pipeline.route import received, sent
-from redivider.pipeline.tick import actions, num_ticks
-from redivider.pipeline.wire import Post, _on
+from redivider.pipeline.runners.exchange import Mail
+from redivider.pipeline.runners.transport import Post, _on
+from redivider.pipeline.schedule import actions, num_ticks, received, sent
+from redivider.pipeline.stages.compression import Packing
 
 
 def spreads(stages: int):

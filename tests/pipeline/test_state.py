@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import redivider as rd
 from pipeline.reference import METHODS
-from redivider.pipeline.state import MANIFEST, StateError, write_state
+from redivider.pipeline.checkpoint.files import MANIFEST, StateError, write_state
 
 OPTIMIZERS = {
     "sgd": lambda stage: torch.optim.SGD(stage.parameters(), lr=0.02, momentum=0.9),

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from redivider.pipeline import team
+from redivider.pipeline.runners import topology as team
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")

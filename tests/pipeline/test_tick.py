@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import redivider as rd
-from redivider.pipeline import timeline
-from redivider.pipeline.tick import Action, actions, delay, num_ticks
+from redivider.pipeline.diagnostics import timeline
+from redivider.pipeline.schedule import Action, actions, delay, num_ticks
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -12,7 +12,7 @@ from torch import nn
 import redivider as rd
 from pipeline.reference import METHODS, Reference
 from redivider.footprint import Live
-from redivider.pipeline.lookahead import predict
+from redivider.pipeline.stages.lookahead import predict
 
 SLOW = pytest.mark.slow
 BOUND = 1e-12

@@ -12,7 +12,7 @@ from working import skip_unless
 import redivider as rd
 from pipeline.test_concurrent import network
 from pipeline.test_trajectory import batches, rate
-from redivider.pipeline.update import CompiledUpdate
+from redivider.pipeline.stages.compiled_update import CompiledUpdate
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 OPTIMIZERS = {

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from patience import seconds
 
 import redivider as rd
-from redivider.pipeline import watch
-from redivider.pipeline.watch import BROKEN, SLACK, TIMED_OUT, Watch, _State
+from redivider.pipeline.runners import heartbeat as watch
+from redivider.pipeline.runners.heartbeat import BROKEN, SLACK, TIMED_OUT, Watch, _State
 
 
 class Work:

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import redivider as rd
 from redivider.data import load
-from redivider.pipeline.state import read_state
+from redivider.pipeline.checkpoint.files import read_state
 from redivider.train.checkpoint import Checkpoints
 from redivider.train.compare import compare
 from redivider.train.engine import BackpropEngine

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from redivider.pipeline.tick import actions
+from redivider.pipeline.schedule import actions
 from redivider.train import plots
 from redivider.train.report import read_run, write_report
 

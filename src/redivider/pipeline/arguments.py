@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from redivider.pipeline.lookahead import LOOKAHEADS, verify_lookahead
-from redivider.pipeline.stage import Stage
+from redivider.pipeline.stages.lookahead import LOOKAHEADS, verify_lookahead
+from redivider.pipeline.stages.stage import Stage
 
 HOW = "lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1)"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from redivider.pipeline.state import Alone, StateError, Writers, read_state, write_state
+from redivider.pipeline.checkpoint.files import Alone, StateError, Writers, read_state, write_state
 from redivider.train.crew import said_once
 from redivider.train.errors import TrainError
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from redivider.pipeline.state import Alone, Writers
-from redivider.pipeline.team import Team
+from redivider.pipeline.checkpoint.files import Alone, Writers
+from redivider.pipeline.runners.topology import Team
 from redivider.train.errors import TrainError
 
 SECONDS = 1.0  # between two questions to all processes whether somebody has asked them to stop

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from redivider.initial import materialise
-from redivider.pipeline.holdings import Holding
-from redivider.pipeline.lockstep import Pipeline
-from redivider.pipeline.processes import DistributedPipeline
-from redivider.pipeline.tick import Action
+from redivider.pipeline.diagnostics.memory import Holding
+from redivider.pipeline.distributed import DistributedPipeline
+from redivider.pipeline.pipeline import Pipeline
+from redivider.pipeline.schedule import Action
 from redivider.train.crew import Ranks
 from redivider.train.engine import PipelineEngine, Spans
 from redivider.train.recipe import Recipe

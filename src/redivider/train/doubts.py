@@ -2,7 +2,7 @@
 
 import os
 
-from redivider.pipeline.tick import delay
+from redivider.pipeline.schedule import delay
 from redivider.train.recipe import Recipe
 
 

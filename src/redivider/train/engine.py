@@ -13,11 +13,11 @@ from torch import Tensor
 from redivider.captured import capture
 from redivider.errors import CaptureError
 from redivider.footprint import measure_memory
-from redivider.pipeline.holdings import Holding, holdings
-from redivider.pipeline.lockstep import Pipeline
-from redivider.pipeline.state import StateError
-from redivider.pipeline.tick import Action, delay
-from redivider.pipeline.timeline import measured_spans
+from redivider.pipeline.checkpoint.files import StateError
+from redivider.pipeline.diagnostics.memory import Holding, holdings
+from redivider.pipeline.diagnostics.timeline import measured_spans
+from redivider.pipeline.pipeline import Pipeline
+from redivider.pipeline.schedule import Action, delay
 from redivider.train.crew import Crew
 from redivider.train.optim import make_optimizer
 from redivider.train.recipe import Recipe

@@ -13,7 +13,7 @@ import torch
 import redivider
 from redivider.coupling import Coupling
 from redivider.data import DataError
-from redivider.pipeline.state import StateError, write_tensors
+from redivider.pipeline.checkpoint.files import StateError, write_tensors
 from redivider.train.build import ROUNDING, build, num_microbatches, resolved
 from redivider.train.checkpoint import Checkpoints
 from redivider.train.clock import Clock

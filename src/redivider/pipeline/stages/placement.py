@@ -11,10 +11,10 @@ from redivider.arithmetic import Arithmetic
 from redivider.chain import name_unit
 from redivider.coupling import Coupling
 from redivider.errors import UnitError
-from redivider.pipeline.cut import count_costs, cut_evenly, loads_of
-from redivider.pipeline.memory import Method
-from redivider.pipeline.stage import Stage
-from redivider.pipeline.unit import Unit
+from redivider.pipeline.methods import Method
+from redivider.pipeline.partition import count_costs, cut_evenly, loads_of
+from redivider.pipeline.stages.stage import Stage
+from redivider.pipeline.stages.unit import Unit
 
 
 def resolve_cut(

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from redivider.pipeline.stage import Stage
+from redivider.pipeline.stages.stage import Stage
 
 Kind: TypeAlias = Literal["F", "B", "U"]
 

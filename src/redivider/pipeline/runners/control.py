@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redivider.pipeline.fused import rate_dtype
-from redivider.pipeline.lookahead import coefficients, steps_done
-from redivider.pipeline.stage import Stage
+from redivider.pipeline.stages.fused_optimizer import rate_dtype
+from redivider.pipeline.stages.lookahead import coefficients, steps_done
+from redivider.pipeline.stages.stage import Stage
 
 NUM_AHEAD = 2  # coefficients of a group's prediction, at most
 

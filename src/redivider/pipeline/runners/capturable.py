@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from redivider.pipeline.fused import has_hooks, rate_dtype
+from redivider.pipeline.stages.fused_optimizer import has_hooks, rate_dtype
 from redivider.replay.autocast import Autocast
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)

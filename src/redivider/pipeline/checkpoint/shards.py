@@ -7,8 +7,8 @@ first one of a column, targets and loss are of the last. Replicas have a column 
 from collections.abc import Container
 from typing import Any
 
-from redivider.pipeline.state import StateError
-from redivider.pipeline.team import Team
+from redivider.pipeline.checkpoint.files import StateError
+from redivider.pipeline.runners.topology import Team
 
 
 class Parts:

@@ -29,16 +29,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.mailbox import Mailbox
-from redivider.pipeline.capturable import Settings, look_of
-from redivider.pipeline.carried import Carried
-from redivider.pipeline.control import Control
-from redivider.pipeline.fused import has_hooks
-from redivider.pipeline.graphs import Graphs
-from redivider.pipeline.recording import NONE, Recording
-from redivider.pipeline.ring import Ring
-from redivider.pipeline.stage import Message, Stage
-from redivider.pipeline.tick import delay
-from redivider.pipeline.unit import Flow, Kept, Unit
+from redivider.pipeline.runners.capturable import Settings, look_of
+from redivider.pipeline.runners.control import Control
+from redivider.pipeline.runners.cuda_graphs import Graphs
+from redivider.pipeline.runners.recording import NONE, Recording
+from redivider.pipeline.runners.tick_state import Carried
+from redivider.pipeline.schedule import delay
+from redivider.pipeline.stages.fused_optimizer import has_hooks
+from redivider.pipeline.stages.ring_buffer import Ring
+from redivider.pipeline.stages.stage import Message, Stage
+from redivider.pipeline.stages.unit import Flow, Kept, Unit
 from redivider.replay.autocast import Autocast
 from redivider.replay.random import captured_from, replayed_from
 from redivider.replay.statistics import counted_later

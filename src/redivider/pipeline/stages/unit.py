@@ -21,14 +21,14 @@ from redivider.chain import taken
 from redivider.compiled import run_apart
 from redivider.coupling import Coupling, Recovered, recover, verify_residual
 from redivider.errors import UnitError
-from redivider.pipeline.apart import apart
-from redivider.pipeline.dense import dense
-from redivider.pipeline.gradients import accumulate, may_need, widen
-from redivider.pipeline.lookahead import Prediction
-from redivider.pipeline.memory import Method, Version
-from redivider.pipeline.ring import Ring
-from redivider.pipeline.saved import load_state, state_of
-from redivider.pipeline.weights import Weights
+from redivider.pipeline.methods import Method, Version
+from redivider.pipeline.stages.aliasing import apart
+from redivider.pipeline.stages.gradients import accumulate, may_need, widen
+from redivider.pipeline.stages.layout import dense
+from redivider.pipeline.stages.lookahead import Prediction
+from redivider.pipeline.stages.module_state import load_state, state_of
+from redivider.pipeline.stages.ring_buffer import Ring
+from redivider.pipeline.stages.weights import Weights
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.buffers import changes_buffers
 from redivider.replay.copies import buffers_to_spend

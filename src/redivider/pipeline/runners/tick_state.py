@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from redivider.pipeline.stage import Message
+from redivider.pipeline.stages.stage import Message
 
 Inboxes: TypeAlias = list[dict[int, Message]]
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from redivider.errors import UnitError, naming
-from redivider.pipeline.casts import refresh
-from redivider.pipeline.dense import dense
-from redivider.pipeline.fused import unfused_where_new
-from redivider.pipeline.lookahead import Prediction, predict
-from redivider.pipeline.packing import Packing
-from redivider.pipeline.unit import Flow, Unit
-from redivider.pipeline.update import CompiledUpdate
+from redivider.pipeline.stages.casts import refresh
+from redivider.pipeline.stages.compiled_update import CompiledUpdate
+from redivider.pipeline.stages.compression import Packing
+from redivider.pipeline.stages.fused_optimizer import unfused_where_new
+from redivider.pipeline.stages.layout import dense
+from redivider.pipeline.stages.lookahead import Prediction, predict
+from redivider.pipeline.stages.unit import Flow, Unit
 from redivider.replay.autocast import Autocast
 
 

@@ -1,7 +1,7 @@
 """A pipeline over several processes: each holds some of the stages, and runs their part of a tick.
 
 The same calls in the same order in every process, and the same numbers as `Pipeline`: what a tick
-does is the same function of the schedule, only that some messages travel (wire.py).
+does is the same function of the schedule, only that some messages travel (runners/transport.py).
 """
 
 import json
@@ -17,20 +17,19 @@ from torch.utils._pytree import tree_map_only
 
 from redivider.chain import verify_keywords
 from redivider.initial import materialise
-from redivider.pipeline.cut import cut_evenly, units_of
-from redivider.pipeline.lockstep import Pipeline, Tick
-from redivider.pipeline.mail import Mail
-from redivider.pipeline.parts import Parts
-from redivider.pipeline.place import units_of_stages
-from redivider.pipeline.probe import Probe
-from redivider.pipeline.route import Leg, Way
-from redivider.pipeline.shared import share_all, share_tree
-from redivider.pipeline.snapshot import configuration, verify_snapshot
-from redivider.pipeline.stage import Message
-from redivider.pipeline.state import all_well, read_state, write_state
-from redivider.pipeline.team import Team, own_gpu
-from redivider.pipeline.tick import lag
-from redivider.pipeline.unit import Flow
+from redivider.pipeline.checkpoint.files import all_well, read_state, write_state
+from redivider.pipeline.checkpoint.shards import Parts
+from redivider.pipeline.checkpoint.snapshot import configuration, verify_snapshot
+from redivider.pipeline.diagnostics.probe import Probe
+from redivider.pipeline.partition import cut_evenly, units_of
+from redivider.pipeline.pipeline import Pipeline, Tick
+from redivider.pipeline.runners.collectives import share_all, share_tree
+from redivider.pipeline.runners.exchange import Mail
+from redivider.pipeline.runners.topology import Team, own_gpu
+from redivider.pipeline.schedule import Leg, Way, lag
+from redivider.pipeline.stages.placement import units_of_stages
+from redivider.pipeline.stages.stage import Message
+from redivider.pipeline.stages.unit import Flow
 from redivider.replay.autocast import Autocast
 from redivider.replay.random import mix_seeds
 from redivider.replay.statistics import counting_layers

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redivider.pipeline.around import Around, Kind
-from redivider.pipeline.graphs import Graphs
-from redivider.pipeline.stage import Stage
+from redivider.pipeline.runners.cuda_graphs import Graphs
+from redivider.pipeline.runners.surroundings import Around, Kind
+from redivider.pipeline.stages.stage import Stage
 
 NONE = 2**62  # more than any micro-batch
 

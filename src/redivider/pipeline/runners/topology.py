@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from redivider.errors import PipelineError
-from redivider.pipeline.watch import Watch
+from redivider.pipeline.runners.heartbeat import Watch
 
 _num_teams = 0
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redivider.pipeline.casts import Casts, watching
-from redivider.pipeline.lookahead import Prediction
-from redivider.pipeline.memory import Stash, Version
+from redivider.pipeline.methods import Stash, Version
+from redivider.pipeline.stages.casts import Casts, watching
+from redivider.pipeline.stages.lookahead import Prediction
 
 NOW: Version = (0, 0)  # where no version is kept
 

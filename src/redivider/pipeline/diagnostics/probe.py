@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.arithmetic import Arithmetic
 from redivider.errors import require
-from redivider.pipeline.loss import Loss
-from redivider.pipeline.stage import Message, Stage
-from redivider.pipeline.unit import Unit
+from redivider.pipeline.stages.loss import Loss
+from redivider.pipeline.stages.stage import Message, Stage
+from redivider.pipeline.stages.unit import Unit
 
 Grads: TypeAlias = list[Tensor | None]
 NONE = float("nan")

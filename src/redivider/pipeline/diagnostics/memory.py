@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from redivider.pipeline.stage import Stage
+from redivider.pipeline.stages.stage import Stage
 
 
 @dataclass(frozen=True)

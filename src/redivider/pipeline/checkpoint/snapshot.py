@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from redivider.pipeline.saved import places_of_buffers
-from redivider.pipeline.stage import Message, Stage
-from redivider.pipeline.state import StateError
+from redivider.pipeline.checkpoint.files import StateError
+from redivider.pipeline.stages.module_state import places_of_buffers
+from redivider.pipeline.stages.stage import Message, Stage
 from redivider.replay.autocast import Autocast
 
 FORMAT = "redivider pipeline 3"

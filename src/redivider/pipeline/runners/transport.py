@@ -30,9 +30,9 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
-from redivider.pipeline.dense import dense, order_of
-from redivider.pipeline.packing import Packing
-from redivider.pipeline.team import Team
+from redivider.pipeline.runners.topology import Team
+from redivider.pipeline.stages.compression import Packing
+from redivider.pipeline.stages.layout import dense, order_of
 
 NUM_TENSORS = 2**10  # of a message, at most
 NUM_TEAMS = 2**5  # pipelines that may be at work at once

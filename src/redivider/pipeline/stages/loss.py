@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_map_only
 
 from redivider.arithmetic import Arithmetic
 from redivider.errors import UnitError
-from redivider.pipeline.apart import apart
-from redivider.pipeline.gradients import accumulate, may_need
-from redivider.pipeline.saved import load_state, state_of
-from redivider.pipeline.stage import Message, Stage
-from redivider.pipeline.unit import Flow
+from redivider.pipeline.stages.aliasing import apart
+from redivider.pipeline.stages.gradients import accumulate, may_need
+from redivider.pipeline.stages.module_state import load_state, state_of
+from redivider.pipeline.stages.stage import Message, Stage
+from redivider.pipeline.stages.unit import Flow
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.random import Seeded
 from redivider.tree import tensors_of

@@ -2,7 +2,7 @@
 
 A captured tick reads and writes the same addresses whenever it is replayed. So what a unit keeps
 for as many ticks as its delay goes into a ring of slots, and the host tells the device which slot
-to fill and which one to read (control.py).
+to fill and which one to read (runners/control.py).
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """What a process sends to its neighbours in a pipeline, and gets from them.
 
-Which messages there are in a tick is said by route.py; how they travel, by wire.py.
+Which messages there are in a tick is said by schedule.py; how they travel, by transport.py.
 """
 
 from collections import Counter
@@ -9,12 +9,19 @@ from typing import Any
 
 import torch
 
-from redivider.pipeline.packing import Packing
-from redivider.pipeline.route import Leg, Way, received, sent
-from redivider.pipeline.stage import Message
-from redivider.pipeline.team import Team
-from redivider.pipeline.unit import Flow
-from redivider.pipeline.wire import AS_IT_IS, Incoming, Outgoing, Post, dtype_of, name_of
+from redivider.pipeline.runners.topology import Team
+from redivider.pipeline.runners.transport import (
+    AS_IT_IS,
+    Incoming,
+    Outgoing,
+    Post,
+    dtype_of,
+    name_of,
+)
+from redivider.pipeline.schedule import Leg, Way, received, sent
+from redivider.pipeline.stages.compression import Packing
+from redivider.pipeline.stages.stage import Message
+from redivider.pipeline.stages.unit import Flow
 
 
 class Mail:

@@ -2,7 +2,7 @@
 
 At each tick every stage forwards a new micro-batch and takes an old one back, by the weights it had
 when the tick began; then each stage that has done `accumulate` backward passes updates. The order
-is tick.py's.
+is schedule.py's.
 """
 
 import logging
@@ -23,32 +23,31 @@ from redivider.chain import Chain, takes_of, verify_keywords
 from redivider.compiled import CompiledArithmetic, compile_units
 from redivider.errors import naming
 from redivider.pipeline.arguments import verify_arguments, verify_optimizer
-from redivider.pipeline.around import Around
-from redivider.pipeline.capturable import reason_against
-from redivider.pipeline.concurrent import Concurrent
-from redivider.pipeline.cut import balance_of, units_of
-from redivider.pipeline.feed import Feed
-from redivider.pipeline.fused import fuse
-from redivider.pipeline.given import Given, verify_given, verify_mode
-from redivider.pipeline.graphs import CudaGraphs
-from redivider.pipeline.loss import Loss
-from redivider.pipeline.memory import resolve_method
-from redivider.pipeline.packing import Packing
-from redivider.pipeline.place import (
+from redivider.pipeline.checkpoint.files import read_state, write_state
+from redivider.pipeline.checkpoint.snapshot import restore_snapshot, take_snapshot, verify_snapshot
+from redivider.pipeline.diagnostics.probe import Probe
+from redivider.pipeline.methods import resolve_method
+from redivider.pipeline.partition import balance_of, units_of
+from redivider.pipeline.runners.capturable import reason_against
+from redivider.pipeline.runners.captured import Concurrent
+from redivider.pipeline.runners.cuda_graphs import CudaGraphs
+from redivider.pipeline.runners.inputs import Given, verify_given, verify_mode
+from redivider.pipeline.runners.prefetch import Feed
+from redivider.pipeline.runners.surroundings import Around
+from redivider.pipeline.schedule import Action, Way, actions, delay, num_ticks
+from redivider.pipeline.stages.compiled_update import CompiledUpdate
+from redivider.pipeline.stages.compression import Packing
+from redivider.pipeline.stages.fused_optimizer import fuse
+from redivider.pipeline.stages.loss import Loss
+from redivider.pipeline.stages.placement import (
     group_units,
     place_units,
     resolve_cut,
     verify_hooks,
     verify_unshared,
 )
-from redivider.pipeline.probe import Probe
-from redivider.pipeline.route import Way
-from redivider.pipeline.snapshot import restore_snapshot, take_snapshot, verify_snapshot
-from redivider.pipeline.stage import Ahead, Clip, Message, Stage
-from redivider.pipeline.state import read_state, write_state
-from redivider.pipeline.tick import Action, actions, delay, num_ticks
-from redivider.pipeline.unit import Flow
-from redivider.pipeline.update import CompiledUpdate
+from redivider.pipeline.stages.stage import Ahead, Clip, Message, Stage
+from redivider.pipeline.stages.unit import Flow
 from redivider.replay.autocast import Autocast, without_autocast
 from redivider.tree import tensors_of
 

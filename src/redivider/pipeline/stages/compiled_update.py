@@ -14,8 +14,8 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from redivider.compiled import own_code
-from redivider.pipeline.fused import has_hooks, rate_dtype
-from redivider.pipeline.gradients import widen
+from redivider.pipeline.stages.fused_optimizer import has_hooks, rate_dtype
+from redivider.pipeline.stages.gradients import widen
 
 Group = dict[str, Any]
 

@@ -10,12 +10,16 @@ same micro-batch. For J = 3 and l = 1, stages down, ticks across:
     stage 2              F0 B0 F1 B1 F2 B2 F3 B3
 
 PETRA, algorithm 1 (Rivaud et al. 2025).
+
+Where stages are in several processes, messages cross between them. Sender and receiver count a
+message in the same tick, so that a backend may match messages by their order alone.
 """
 
 import re
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Kind: TypeAlias = Literal["F", "B"]
+Way: TypeAlias = Literal["up", "down"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -72,3 +76,42 @@ def delay(stage: int, stages: int, latency: int = 1) -> int:
 def num_ticks(num_microbatches: int, stages: int, latency: int = 1) -> int:
     """Ticks until everything that entered has left again."""
     return num_microbatches + delay(0, stages, latency) if num_microbatches else 0
+
+
+class Leg(NamedTuple):
+    """A message on its way to a stage of the next process, or of the one before."""
+
+    way: Way
+    stage: int
+    microbatch: int
+
+
+def sent(t: int, own: range, stages: int, latency: int, num_microbatches: int) -> list[Leg]:
+    """The messages that leave a process in a tick, in the order of its actions.
+
+    Args:
+        t: The tick, counted since the pipeline was empty, as micro-batches are.
+        own: The stages of the process.
+        stages: Number of stages.
+        latency: Ticks that a message travels.
+        num_microbatches: How many have entered.
+    """
+    legs = _legs(t, stages, latency, num_microbatches)
+    return [leg for source, leg in legs if source in own and leg.stage not in own]
+
+
+def received(t: int, own: range, stages: int, latency: int, num_microbatches: int) -> list[Leg]:
+    """The messages that neighbours send to a process in a tick; it needs them a latency later."""
+    legs = _legs(t, stages, latency, num_microbatches)
+    return [leg for source, leg in legs if source not in own and leg.stage in own]
+
+
+def _legs(t: int, stages: int, latency: int, num_microbatches: int) -> list[tuple[int, Leg]]:
+    """All messages of a tick, with the stage that sends them."""
+    found: list[tuple[int, Leg]] = []
+    for kind, stage, microbatch in actions(t, stages, latency, num_microbatches):
+        if kind == "F" and stage + 1 < stages:
+            found.append((stage, Leg("up", stage + 1, microbatch)))
+        elif kind == "B" and stage > 0:
+            found.append((stage, Leg("down", stage - 1, microbatch)))
+    return found

@@ -1,0 +1,1 @@
+"""Everything in flight as plain data, and on disk."""

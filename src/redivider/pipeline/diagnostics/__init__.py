@@ -1,0 +1,1 @@
+"""What a pipeline does and holds: gradient quality, memory, timelines."""

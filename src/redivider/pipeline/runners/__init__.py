@@ -1,0 +1,1 @@
+"""Who executes the schedule, and how messages travel."""

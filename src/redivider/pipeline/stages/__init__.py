@@ -1,0 +1,1 @@
+"""What runs at one place of a pipeline: units, stages, their weights and updates."""
