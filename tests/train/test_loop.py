@@ -501,3 +501,18 @@ def test_other_errors_are_not_about_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("redivider.train.build.make_task", lambda *given: torch.ones(2).view(3))
     with pytest.raises(RuntimeError, match="invalid for input of size"):
         train(recipe(), tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_depths_are_measured_with_as_many_threads_as_the_recipe_says(tmp_path, monkeypatch):
+    seen = []
+
+    def measure(each):
+        seen.append(torch.get_num_threads())
+        return {}
+
+    monkeypatch.setattr("redivider.train.compare.measure_depths", measure)
+    before = torch.get_num_threads()
+    asked = recipe(compare=("store", "petra"), stages=2, epochs=0.1, threads=before + 1)
+    compare(asked, tmp_path / "run")
+    assert seen == [before + 1] * 2 and torch.get_num_threads() == before
