@@ -121,7 +121,7 @@ def train(given: argparse.Namespace, rest: Sequence[str]) -> int:
     recipe, where = _prepare(given, rest)
     if recipe.compare:
         return _compare(recipe, where)
-    from redivider.pipeline.runners.topology import is_last_rank, leave
+    from redivider.pipeline.runners.process_group import is_last_rank, leave
     from redivider.train.loop import Stopped
     from redivider.train.loop import train as run
 

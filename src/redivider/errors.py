@@ -19,7 +19,7 @@ class PipelineError(RuntimeError):
     is_first = False
     """Whether no other process has said so before."""
     is_told = False
-    """Whether the other processes have been told."""
+    """Whether it has been reported to the other processes."""
 
 
 class ChangedError(RuntimeError):

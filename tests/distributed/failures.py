@@ -15,7 +15,7 @@ import redivider as rd
 from distributed import cases, ordered
 from distributed.cases import model, options, run
 from distributed.launch import nccl_env, rank_env
-from redivider.pipeline.runners import topology as team
+from redivider.pipeline.runners import process_group
 
 SECONDS = 60  # until all have ended
 TIMEOUT = round(seconds(2))  # of a pipeline: a rank that is only slow is waited for
@@ -87,7 +87,7 @@ def work(case, rank: int, backend: str) -> None:
         dist.init_process_group(backend)
     if backend == "nccl":
         os.environ |= nccl_env(rank)
-        team._have_own_gpus = lambda *given: True  # they share one
+        process_group.have_own_gpus = lambda *given: True  # they share one
         cases.DEVICE = "cuda:0"
     pipe = rd.DistributedPipeline(model(), timeout=TIMEOUT, **options())
     run(pipe, 0, 6)

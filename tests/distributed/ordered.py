@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from redivider.pipeline.runners import topology as team
+from redivider.pipeline.runners import topology
 
 MODES = ("eager", "rendezvous", "device")
 
@@ -61,6 +61,7 @@ class Ordered(dist.ProcessGroup):
         self._jobs: queue.Queue[Done] = queue.Queue()
         self._leaving: list[Any] = []
         self._works: list[Done] = []
+        self._is_aborted = False
         self._batch: list[Callable[[], Any]] | None = None
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -69,6 +70,8 @@ class Ordered(dist.ProcessGroup):
             self._jobs.get().run()
 
     def _queue(self, job: Callable[[], None]) -> Done:
+        if self._is_aborted:
+            raise dist.DistBackendError("the communicator was aborted")
         work = Done(job)
         self._works = [each for each in self._works if not each.is_completed()] + [work]
         self._jobs.put(work)
@@ -125,7 +128,8 @@ class Ordered(dist.ProcessGroup):
         pass
 
     def abort(self) -> None:
-        """Let nobody wait any longer."""
+        """Let nobody wait any longer, and begin nothing any more."""
+        self._is_aborted = True
         for each in self._works:
             each.end()
 
@@ -152,7 +156,7 @@ class Event:
 def register(backend: str) -> None:
     """Make the backends known to this process, which uses one; tell them what is one batch."""
     if backend == "device":
-        team.is_waited_for_by_device = lambda device: True
+        topology.waits_on_device = lambda device: True
         torch.cuda.Event = Event
     for mode in MODES:
 

@@ -3,15 +3,17 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
 import redivider as rd
-from distributed.cases import model, options
+from distributed.cases import model, options, run
 from distributed.failures import CASES, exits, is_stopped, meet, raises, sleeps_unread
 from distributed.launch import launch, rank_env
+from redivider.pipeline.runners.heartbeat import BEAT
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +69,23 @@ def _too_many(rank):
         rd.DistributedPipeline(model(), stages=2, **options())
     except ValueError as error:
         return str(error)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "device"])
+def test_a_pipeline_that_cannot_be_built_leaves_the_others_usable(backend, tmp_path):
+    found = launch(_build_twice, tmp_path, world_size=3, backend=backend)
+    assert len(found[-1]) == 2 and not found[0]  # the losses are on the last rank
+
+
+def _build_twice(rank):
+    told = "2 stages cannot be spread over 3 processes"
+    with pytest.raises((ValueError, rd.PipelineError), match=told):  # its own, or another rank's
+        rd.DistributedPipeline(model(), stages=2, **options())
+    time.sleep(3 * BEAT)  # until its thread has heard of the error, if it still listens
+    pipe = rd.DistributedPipeline(model(), stages=3, **options())
+    losses = run(pipe, 0, 4)
+    pipe.close()
+    return losses
 
 
 def test_ranks_that_disagree(tmp_path):

@@ -14,7 +14,7 @@ import torch
 import redivider as rd
 from distributed.launch import nccl_env
 from redivider.cli import main
-from redivider.pipeline.runners import topology as team
+from redivider.pipeline.runners import process_group
 
 step = rd.DistributedPipeline.step
 
@@ -40,7 +40,7 @@ def step_or_die(self, *given, **side):
 
 if os.environ.get("BACKEND") == "nccl":
     os.environ |= nccl_env(int(os.environ["RANK"]))
-    team._have_own_gpus = lambda *given: True
+    process_group.have_own_gpus = lambda *given: True
     torch.backends.cudnn.deterministic = True  # runs are compared to the last bit
 rd.DistributedPipeline.step = step_or_die  # this module is imported by such processes alone
 

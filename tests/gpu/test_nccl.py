@@ -11,16 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import cases
+from distributed import cases, equalities
 from distributed.cases import batch, equal, finish, model, options, run
-from distributed.equalities import (
-    compare,
-    compare_evaluations,
-    compare_replicas,
-    compare_saved,
-    compare_side_inputs,
-    compare_two_pipelines,
-)
 from distributed.failures import CASES, meet
 from distributed.launch import launch
 from distributed.test_train import kill_one, listen, small, start
@@ -47,7 +39,7 @@ def test_two_ranks(tmp_path):
         {"message_dtype": torch.bfloat16, "stages": [3, 6]},
         {"message_dtype": torch.int8, "stages": 5},
     ]
-    compare(settings, 2, "nccl", tmp_path)
+    equalities.compare(settings, 2, "nccl", tmp_path)
 
 
 def test_three_ranks(tmp_path):
@@ -56,7 +48,7 @@ def test_three_ranks(tmp_path):
         {"stages": [4, 1, 4], "accumulate": 3, "clip_norm": 0.5},
         {"stages": 9, "latency": 2, "method": "delayed"},
     ]
-    compare(settings, 3, "nccl", tmp_path)
+    equalities.compare(settings, 3, "nccl", tmp_path)
 
 
 def test_four_ranks(tmp_path):
@@ -66,19 +58,19 @@ def test_four_ranks(tmp_path):
         {"stages": 7, "clip_norm": 0.5, "clip_over": "all", "accumulate": 3},
         {"message_dtype": torch.int8, "latency": 3},
     ]
-    compare(settings, 4, "nccl", tmp_path)
+    equalities.compare(settings, 4, "nccl", tmp_path)
 
 
 def test_evaluation_while_the_pipeline_fills(tmp_path):
-    compare_evaluations("nccl", tmp_path)
+    equalities.compare_evaluations("nccl", tmp_path)
 
 
 def test_side_inputs_of_dtypes_that_nccl_does_not_know(tmp_path):
-    compare_side_inputs("nccl", tmp_path)
+    equalities.compare_side_inputs("nccl", tmp_path)
 
 
 def test_two_pipelines_in_the_same_processes(tmp_path):
-    compare_two_pipelines("nccl", tmp_path)
+    equalities.compare_two_pipelines("nccl", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +79,12 @@ def test_two_pipelines_in_the_same_processes(tmp_path):
     ids=str,
 )
 def test_saved_on_four_ranks_it_goes_on_on_two_and_on_one(changes, tmp_path):
-    compare_saved(changes, "nccl", tmp_path)
+    equalities.compare_saved(changes, "nccl", tmp_path)
 
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_replicas(norm, tmp_path):
-    compare_replicas(norm, "nccl", tmp_path)
+    equalities.compare_replicas(norm, "nccl", tmp_path)
 
 
 class Scale(nn.Module):

@@ -25,7 +25,8 @@ from redivider.pipeline.partition import cut_evenly, units_of
 from redivider.pipeline.pipeline import Pipeline, Tick
 from redivider.pipeline.runners.collectives import share_all, share_tree
 from redivider.pipeline.runners.exchange import Mail
-from redivider.pipeline.runners.topology import Team, own_gpu
+from redivider.pipeline.runners.process_group import own_gpu
+from redivider.pipeline.runners.topology import Team
 from redivider.pipeline.schedule import Leg, Way, lag
 from redivider.pipeline.stages.placement import units_of_stages
 from redivider.pipeline.stages.stage import Message

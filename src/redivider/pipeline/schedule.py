@@ -79,7 +79,7 @@ def num_ticks(num_microbatches: int, stages: int, latency: int = 1) -> int:
 
 
 class Leg(NamedTuple):
-    """A message on its way to a stage of the next process, or of the one before."""
+    """Message from one process to a stage of a neighbouring one."""
 
     way: Way
     stage: int
@@ -87,7 +87,7 @@ class Leg(NamedTuple):
 
 
 def sent(t: int, own: range, stages: int, latency: int, num_microbatches: int) -> list[Leg]:
-    """The messages that leave a process in a tick, in the order of its actions.
+    """Return the messages that a process sends in a tick, in the order of its actions.
 
     Args:
         t: The tick, counted since the pipeline was empty, as micro-batches are.
@@ -101,17 +101,17 @@ def sent(t: int, own: range, stages: int, latency: int, num_microbatches: int) -
 
 
 def received(t: int, own: range, stages: int, latency: int, num_microbatches: int) -> list[Leg]:
-    """The messages that neighbours send to a process in a tick; it needs them a latency later."""
+    """Return the messages that are sent to a process in a tick; it reads them `latency` later."""
     legs = _legs(t, stages, latency, num_microbatches)
     return [leg for source, leg in legs if source not in own and leg.stage in own]
 
 
 def _legs(t: int, stages: int, latency: int, num_microbatches: int) -> list[tuple[int, Leg]]:
-    """All messages of a tick, with the stage that sends them."""
-    found: list[tuple[int, Leg]] = []
+    """Return all messages of a tick, each with the stage that sends it."""
+    legs: list[tuple[int, Leg]] = []
     for kind, stage, microbatch in actions(t, stages, latency, num_microbatches):
         if kind == "F" and stage + 1 < stages:
-            found.append((stage, Leg("up", stage + 1, microbatch)))
+            legs.append((stage, Leg("up", stage + 1, microbatch)))
         elif kind == "B" and stage > 0:
-            found.append((stage, Leg("down", stage - 1, microbatch)))
-    return found
+            legs.append((stage, Leg("down", stage - 1, microbatch)))
+    return legs

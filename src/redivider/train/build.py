@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from redivider.pipeline.runners.topology import join, own_gpu
+from redivider.pipeline.runners.process_group import join, own_gpu
 from redivider.train.crew import said_once
 from redivider.train.distributed import DistributedEngine
 from redivider.train.engine import BackpropEngine, Engine, PipelineEngine

@@ -1,6 +1,6 @@
-"""What a process sends to its neighbours in a pipeline, and gets from them.
+"""Exchange of messages between a process and its two neighbours.
 
-Which messages there are in a tick is said by schedule.py; how they travel, by transport.py.
+schedule.py says which messages a tick has; transport.py moves them.
 """
 
 from collections import Counter
@@ -68,15 +68,15 @@ class Mail:
         return sum(each.bytes_sent for each in self._outgoing.values())
 
     def arriving(self, ticks: range, entered: int) -> Iterator[Leg]:
-        """The messages that neighbours send in some ticks.
+        """Yield the messages that neighbours send here in some ticks.
 
-        Micro-batches are counted since the pipeline was empty; so many have entered.
+        Micro-batches are counted since the pipeline was empty; `entered` is how many have entered.
         """
         for t in ticks:
             yield from received(t, self._own, self._num_stages, self._latency, entered)
 
     def expect(self, legs: Iterator[Leg]) -> None:
-        """Make ready for messages, where a receive may be posted before it is known to be sent."""
+        """Post receives early, if the backend matches by tag."""
         if not self._team.batches:
             for way, num in Counter(leg.way for leg in legs).items():
                 self._incoming[way].expect(num)
@@ -94,12 +94,12 @@ class Mail:
         return Flow(value, dtype_of(dtype)), grads, side
 
     def exchange(self, t: int, entered: int) -> None:
-        """Begin the transfers of a tick, where they begin together: of all that is sent in it."""
+        """Start the batch of a tick, if the backend matches by order: its sends and receives."""
         ways, self._sent = self._sent, []
         if not self._team.batches:
             return
         due = sent(t, self._own, self._num_stages, self._latency, entered)
-        if ways != [leg.way for leg in due]:  # the neighbours' receives would match others
+        if ways != [leg.way for leg in due]:  # receives would match other messages
             raise RuntimeError(f"tick {t} sent {ways} and not {due}; this is a defect of redivider")
         for leg in self.arriving(range(t, t + 1), entered):
             self._incoming[leg.way].post_next()
@@ -107,7 +107,7 @@ class Mail:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Do not let the host be ahead of the messages on their way by more than two ticks."""
+        """Wait for old transfers: the host runs ahead of the GPU by at most latency + 2 ticks."""
         self._team.catch_up(self._latency + 2)
 
     def finish(self) -> None:

@@ -1,13 +1,13 @@
-"""Find out who is to blame when a pipeline over processes stops.
+"""Heartbeats between processes: find and report the rank that made a pipeline fail.
 
-Every half second a thread of each process writes into the store that all share whether the process
-works or for whom it waits. Whoever raises writes why. Whoever waits for too long follows who waits
-for whom to a process that does not wait for anyone, or whose thread has stopped to write, and
-blames that one. The first reason is everybody's.
+A thread in each process writes a heartbeat to the shared store every half second: whether the
+process works, or which rank it waits for. A process that raises writes its error. On timeout, a
+process follows the chain of waits to the rank that is not waiting, or has no heartbeat, and reports
+it as the cause. All processes raise the first reason that was reported.
 
-The thread also looks after what the process itself cannot: transfers that its GPU waits for, and
-calls of the backend that do not return. When it hears of a failure it aborts the communicators, so
-that the process gets to raise the reason; a process that still does not come to an end is ended.
+The thread also watches what the main thread cannot: transfers that the GPU waits for, and backend
+calls that do not return. After a failure it aborts the communicators, so that the main thread can
+raise the reason. If that does not help, it exits the process.
 """
 
 import os
@@ -23,23 +23,22 @@ from typing import Any
 from redivider.errors import PipelineError
 
 BEAT = 0.5  # seconds
-GRACE = 10.0  # seconds for a process that has heard of a failure to end by itself
-SLACK = 5.0  # seconds for a wait to notice by itself that its time is over
+GRACE = 10.0  # seconds from hearing of a failure until the process is killed
+SLACK = 5.0  # seconds beyond the timeout for a wait to raise by itself
 FAILURE = "failure"
 TIMED_OUT = "timed out"
 BROKEN = "broken"
 
 
 class Watch:
-    """What this process knows of the others, and they of it.
+    """Heartbeat of this process, and what it has heard of the others.
 
     Args:
-        store: Which all processes share.
-        rank: Of this process.
-        ranks: Of all.
+        store: Store that all processes share.
+        rank: Rank of this process.
+        ranks: Ranks of all processes.
         timeout: Seconds to wait for another process.
-        abort: Called by another thread when the run has failed: releases whoever is in the middle
-            of a transfer.
+        abort: Called after a failure, from the thread or the process: aborts all transfers.
     """
 
     def __init__(
@@ -52,80 +51,87 @@ class Watch:
     ) -> None:
         self._rank, self._timeout, self._abort = rank, timeout, abort
         self.stages: dict[int, str] = {}
-        """Which stages each rank has, in words."""
+        """Stages of each rank, in words."""
+        self._has_failed = False
         self._state = state = _State()
         self._board = _Board(store, rank, ranks, self.stages, timeout, state)
-        own = store.clone()  # a connection of its own: others may block the first
+        own = store.clone()  # its own connection: a blocking call would hold the first one
         board = _Board(own, rank, ranks, self.stages, timeout, state)
         thread = threading.Thread(target=_beat, args=(own, board, state, abort), daemon=True)
         thread.start()
         weakref.finalize(self, _end, state, thread)  # at the interpreter's exit, too
 
     def waiting(self, rank: int | None) -> "Waiting":
-        """Surround a wait for a rank, or for all; errors of the backend become their reason."""
+        """Return a context for a wait for a rank, or for all; it turns errors into their cause."""
         return Waiting(self, self._state, rank)
 
     def follow(self, work: Any, rank: int | None, ready: Any) -> None:
-        """Look after a transfer with a rank, or with all, that a device waits for.
+        """Watch a transfer with a rank, or with all, that the GPU waits for.
 
-        `ready` is an event: until it is over, the device is busy with something else.
+        Until the event `ready` has passed, the GPU does not wait: it computes.
         """
         if not self._state.is_over.is_set():
             self._state.under_way.append((work, rank, ready))
 
     @property
     def heard(self) -> PipelineError | None:
-        """Why another process has failed, or what this one waits for in vain."""
+        """The reported failure, if any."""
         return None if self._state.heard is None else self._error(self._state.heard)
 
     def settle(self) -> None:
-        """Wait until the reason of a transfer that has failed is known: numbers may be of it."""
+        """Wait until the thread knows whether the transfer that it examines has failed, and why."""
         deadline = time.monotonic() + GRACE
         while self._state.is_doubtful and self._state.heard is None:
             if self._state.is_over.wait(0.01) or time.monotonic() > deadline:
                 return
 
     def verify_well(self) -> None:
-        """Raise if another process has failed."""
+        """Raise the reported failure, if any."""
         self.settle()
         if self._state.heard is not None:
             self.close()
             raise self._error(self._state.heard)
 
     def publish(self, reason: str) -> str:
-        """Tell all why this process cannot go on; the first reason is everybody's."""
+        """Report why this process fails; return the reason that was reported first."""
         return self._board.publish(reason)
 
     def find_reason(self, rank: int | None, error: str) -> PipelineError:
-        """Why a wait for a rank has failed: what somebody has said, or what can be seen."""
+        """Return the cause of a failed wait: a reported one, or one found from the heartbeats."""
         return self._error(self._board.find_reason(rank, error))
 
     def close(self) -> None:
-        """Stop watching: this process is about to end."""
+        """Stop the thread."""
         self._state.is_over.set()
 
     def fail(self) -> None:
-        """Stop watching; abort what is under way, if there is anything: the run has failed."""
+        """Stop the thread, and abort transfers if any are under way."""
+        if self._has_failed:
+            return
+        self._has_failed = True
         self.close()
         if self._state.is_busy() and self._state.claim_abort():
             self._abort()
+        has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self._rank == 0 and self._state.said is not None and not has_agent_store:
+            time.sleep(3 * BEAT)  # this process may hold the store: let the others read it
 
     def name(self, rank: int) -> str:
-        """A rank, with its stages."""
+        """Return a rank with its stages, for messages."""
         return self._board.name(rank)
 
     def note(self, doing: str) -> None:
-        """Say what this process does."""
+        """Set what the heartbeat says that this process does."""
         self._state.doing = doing
 
     def _error(self, reason: str) -> PipelineError:
-        found = PipelineError(reason)
-        found.is_first = reason == self._state.said
-        return found
+        error = PipelineError(reason)
+        error.is_first = reason == self._state.said
+        return error
 
 
 class Waiting:
-    """A wait for a rank; entered several times in a tick: as a generator it would take longer."""
+    """Context of a wait for a rank. A class, because a generator costs more and this is hot."""
 
     def __init__(self, watch: Watch, state: "_State", rank: int | None) -> None:
         self._watch, self._state, self._rank = watch, state, rank
@@ -144,7 +150,7 @@ class Waiting:
 
 
 class _State:
-    """What the process and its thread tell each other."""
+    """State that the process and its thread share."""
 
     def __init__(self) -> None:
         self.waits_for: int | None = None  # -1 for all
@@ -154,23 +160,23 @@ class _State:
         self.heard: str | None = None
         self.is_over = threading.Event()
         self.under_way: deque[tuple[Any, int | None, Any]] = deque()
-        self.is_doubtful = False  # the end of a transfer is being looked at, or it has failed
+        self.is_doubtful = False  # a transfer is being examined, or has failed
         self._moved_at = time.monotonic()
         self._abort_lock = threading.Lock()
 
     def claim_abort(self) -> bool:
-        """Whether the caller is the one to abort: once."""
+        """Return True for the first caller, who is to abort, and False for all others."""
         return self._abort_lock.acquire(blocking=False)
 
     def is_busy(self) -> bool:
-        """Whether a device waits for a transfer."""
+        """Return whether the GPU waits for a transfer."""
         try:
             return any(not work.is_completed() for work, _, _ in tuple(self.under_way))
         except RuntimeError:
             return True
 
     def find_awaited(self) -> int | None:
-        """The rank that this process waits for, or its device since some beats; -1 for all."""
+        """Return the rank that the process, or its GPU for three beats, waits for; -1 for all."""
         if self.waits_for is None and self.under_way:
             if time.monotonic() - self._moved_at > 3 * BEAT:
                 rank = self.under_way[0][1]
@@ -178,7 +184,7 @@ class _State:
         return self.waits_for
 
     def find_stuck(self, timeout: float) -> tuple[int | None, str] | None:
-        """For whom this process or its device waits in vain, and whether the connection broke."""
+        """Return the rank that was waited for too long or whose connection broke, and which."""
         now = time.monotonic()
         waits_for = self.waits_for
         if waits_for is not None and now - self.waits_since > timeout + SLACK:
@@ -188,14 +194,14 @@ class _State:
             try:
                 if not work.is_completed():
                     if ready is not None and not ready.query():
-                        self._moved_at = now  # it does not wait: it computes
+                        self._moved_at = now  # the GPU computes, and does not wait
                     break
-                # It is over, or has failed. If it has, NCCL aborts its communicator here, and the
-                # device goes on with whatever is in its memory.
+                # Completed or failed: only `wait` tells. If failed, it aborts the communicator, and
+                # the GPU continues with an unfilled buffer.
                 self.is_doubtful = True
                 work.wait(timedelta(seconds=1))
             except RuntimeError:
-                return rank, BROKEN  # and stays in doubt, until the reason is found
+                return rank, BROKEN  # `is_doubtful` stays set until the reason is known
             self.is_doubtful = False
             self.under_way.popleft()
             self._moved_at = now
@@ -207,7 +213,7 @@ class _State:
 
 
 class _Board:
-    """The store, on which every process writes what it does and why it failed."""
+    """Heartbeats and failures of all processes, in the store."""
 
     def __init__(
         self,
@@ -222,18 +228,16 @@ class _Board:
         self._stages, self._timeout, self._state = stages, timeout, state
 
     def publish(self, reason: str) -> str:
-        """Tell all why this process cannot go on; the first reason is everybody's."""
+        """Report why this process fails; return the reason that was reported first."""
         self._state.said = reason
         try:
-            said: bytes = self._store.compare_set(FAILURE, "", reason)
+            first: bytes = self._store.compare_set(FAILURE, "", reason)
         except RuntimeError:  # the store is gone with the process that held it
             return reason
-        if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(3 * BEAT)  # it may be this one: others must hear of it first
-        return said.decode() or reason
+        return first.decode() or reason
 
     def find_reason(self, rank: int | None, error: str) -> str:
-        """Why a wait for a rank has failed: what somebody has said, or what can be seen."""
+        """Return the cause of a failed wait: a reported one, or one found from the heartbeats."""
         try:
             return self._find_reason(rank, error)
         except RuntimeError:
@@ -245,34 +249,34 @@ class _Board:
             )
 
     def beat(self) -> None:
-        """Say that this process lives, for whom it waits and what it does."""
+        """Write a heartbeat: the time, the rank that is waited for, and the current action."""
         waits_for = self._state.find_awaited()
         awaited = "-" if waits_for is None else waits_for
         text = f"{time.monotonic_ns()} {awaited} {self._state.doing}"
         self._store.set(f"rank {self.rank}", text)
 
     def read_failure(self) -> str | None:
-        """Why some process has failed, if one has."""
+        """Return the reported failure, if any."""
         return self._store.get(FAILURE).decode() if self._store.check([FAILURE]) else None
 
     def find_stuck(self) -> str | None:
-        """Why this process waits in vain, if it does."""
-        found = self._state.find_stuck(self._timeout)
-        return None if found is None else self.find_reason(*found)
+        """Return the cause if this process waits in vain, else None."""
+        stuck = self._state.find_stuck(self._timeout)
+        return None if stuck is None else self.find_reason(*stuck)
 
     def name(self, rank: int) -> str:
-        """A rank, with its stages."""
+        """Return a rank with its stages, for messages."""
         stages = self._stages.get(rank)
         return f"rank {rank} ({stages})" if stages else f"rank {rank}"
 
     def _find_reason(self, rank: int | None, error: str) -> str:
         silent, last = self._look_around()
-        found = self.read_failure()
-        if found is not None:
-            return found
+        reported = self.read_failure()
+        if reported is not None:
+            return reported
         if "imed out" in error or "timeout" in error.lower():
             return self.publish(self._blame(rank, silent, last))
-        # A connection may also break since its other end has been aborted by now.
+        # The neighbour may have aborted because of a third rank: prefer one without a heartbeat.
         return self.publish(f"{self.name(self.rank)}: {self._lost(silent[0] if silent else rank)}")
 
     def _lost(self, rank: int | None) -> str:
@@ -280,18 +284,18 @@ class _Board:
         return f"the connection to {who} has broken: it has ended, or its machine has"
 
     def _look_around(self) -> tuple[list[int], dict[int, tuple[int, Any, str]]]:
-        """The ranks that give no sign of life, and what all of them said last.
+        """Return the ranks without a heartbeat for four beats, and the last heartbeat of all.
 
-        Ends as soon as one has said why it failed.
+        Return early once a failure is reported.
         """
-        before = {each: self._read(each) for each in self._ranks}
+        before = {rank: self._read(rank) for rank in self._ranks}
         deadline = time.monotonic() + 4 * BEAT
         while time.monotonic() < deadline and not self._store.check([FAILURE]):
             time.sleep(BEAT / 10)
             self.beat()
-        now = {each: self._read(each) for each in self._ranks}
-        others = [each for each in self._ranks if each != self.rank]
-        return [each for each in others if before[each][0] == now[each][0]], now
+        now = {rank: self._read(rank) for rank in self._ranks}
+        others = [rank for rank in self._ranks if rank != self.rank]
+        return [rank for rank in others if before[rank][0] == now[rank][0]], now
 
     def _blame(
         self, rank: int | None, silent: list[int], now: dict[int, tuple[int, Any, str]]
@@ -304,30 +308,30 @@ class _Board:
             seen.add(culprit)
             culprit = now[culprit][1]
         if culprit == self.rank or now[culprit][1] is not None:  # blame one that does not wait
-            others = (each for each in self._ranks if each != self.rank)
-            culprit = next((each for each in others if now[each][1] is None), culprit)
+            others = (other for other in self._ranks if other != self.rank)
+            culprit = next((other for other in others if now[other][1] is None), culprit)
         return (
             f"{self.name(culprit)}: in {now[culprit][2]}, was waited for {self._timeout:g} s; it "
             "hangs, or its work takes longer than `timeout`"
         )
 
     def _read(self, rank: int) -> tuple[int, Any, str]:
-        """When a rank last gave a sign, for whom it waits, and what it says that it does."""
+        """Return a rank's last heartbeat: its time, whom it waits for, and what it does."""
         if not self._store.check([f"rank {rank}"]):
             return 0, None, "its beginning"
-        sign, waits_for, doing = self._store.get(f"rank {rank}").decode().split(" ", 2)
-        return int(sign), None if waits_for == "-" else int(waits_for), doing
+        beat_at, waits_for, doing = self._store.get(f"rank {rank}").decode().split(" ", 2)
+        return int(beat_at), None if waits_for == "-" else int(waits_for), doing
 
 
 def _end(state: _State, thread: threading.Thread) -> None:
-    """Have a thread come to its end: one that is in C++ when Python exits aborts the process."""
+    """Stop and join the thread: one that is in C++ code when Python exits aborts the process."""
     state.is_over.set()
     if thread is not threading.current_thread():
         thread.join(5.0)
 
 
 def _beat(store: Any, board: _Board, state: _State, abort: Callable[[], None]) -> None:
-    """Tell and listen, until it is over."""
+    """Write heartbeats and watch for failures, until stopped."""
     heard_at, num_failed = 0.0, 0
     store.set_timeout(timedelta(seconds=5))
     while not state.is_over.wait(BEAT):
@@ -338,14 +342,14 @@ def _beat(store: Any, board: _Board, state: _State, abort: Callable[[], None]) -
             num_failed = 0
         except Exception:
             num_failed += 1
-            if num_failed > 3:  # the store is gone: the run has failed, or has come to its end
+            if num_failed > 3:  # the store is gone: the run has failed or ended
                 state.is_over.set()
                 return
         if state.heard is None:
             continue
         heard_at = heard_at or time.monotonic()
         seconds = time.monotonic() - heard_at
-        # A process that raises by itself may go on, and needs its communicators.
+        # Leave the process time to raise by itself: its communicators may then stay usable.
         if seconds > 2 * BEAT and state.claim_abort():
             abort()
         if seconds > GRACE:

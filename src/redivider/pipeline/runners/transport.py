@@ -1,15 +1,16 @@
 """Messages between the stages of neighbouring processes.
 
-A message is a tree of tensors. How it looks, its tree, shapes and dtypes, is said through the store
-before the first one in each direction; all that follow look the same, and travel as bare bytes:
-nothing is copied where the backend reaches the device. Where it does not (gloo, from a GPU), they
-pass through pinned memory.
+A message is a tree of tensors. Its tree, shapes and dtypes go through the store once per direction,
+before the first message. All messages of a direction look the same and travel as bytes, without a
+copy where the backend can read the device. With gloo on a GPU they pass through pinned memory.
 
-gloo    matches by tags. A transfer begins at once; receives are posted a latency ahead, where it
-        is known that there will be something to receive, and sends do not block.
-NCCL    matches by order. The transfers of a tick begin in one batch at its end: what is sent in a
+gloo    matches by tag. A transfer begins at once. Receives are posted up to `latency` ticks ahead.
+NCCL    matches by order. All transfers of a tick begin in one batch at its end: what is sent in a
         tick has its receive posted in the same tick. So the batches of neighbours mirror each
-        other, and none waits for a buffer. They run beside the next ticks.
+        other, whatever fits into NCCL's buffers. They run beside the next ticks.
+
+    tick t:  rank 0  F B  [send up,   recv down]        read at tick t + latency
+             rank 1  F B  [send down, recv up  ]
 """
 
 import json
@@ -44,7 +45,7 @@ Look: TypeAlias = tuple[TreeSpec, list[Any]]
 
 
 class Transfer:
-    """The tensors of a message on their way, to or from a rank."""
+    """Tensors of one message that are being sent to, or received from, a rank."""
 
     def __init__(self, team: Team, tensors: Sequence[Tensor], rank: int) -> None:
         self._team, self.tensors, self.rank = team, tensors, rank
@@ -52,7 +53,7 @@ class Transfer:
         self.works: list[Any] = []
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait until they have arrived, or left."""
+        """Wait for all of them, and return them."""
         if self.is_queued:
             raise RuntimeError(
                 f"a transfer with rank {self.rank} is waited for before it has begun; this is a "
@@ -65,7 +66,7 @@ class Transfer:
 
 
 class Post:
-    """Begins transfers, at once or all of a tick together."""
+    """Starts transfers: at once with gloo, in one batch per tick with NCCL."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
@@ -75,15 +76,15 @@ class Post:
     def begin(
         self, way: Literal["send", "receive"], tensors: Sequence[Tensor], rank: int, tag: int
     ) -> Transfer:
-        """Begin to send or to receive the tensors of a message; their tags count from `tag`."""
+        """Start to send or receive the tensors of a message; tensor i has the tag `tag` + i."""
         transfer = Transfer(self._team, tensors, rank)
         function: Any = dist.isend if way == "send" else dist.irecv
         group = self._team.stage_group
-        # As bytes: backends do not know all dtypes.
+        # As bytes: no backend supports all dtypes.
         parts = [
-            (i, each.reshape(-1).view(torch.uint8))
-            for i, each in enumerate(tensors)
-            if each.numel()
+            (i, tensor.reshape(-1).view(torch.uint8))
+            for i, tensor in enumerate(tensors)
+            if tensor.numel()
         ]
         if self._team.batches:
             self._ops += [dist.P2POp(function, data, rank, group) for _, data in parts]
@@ -95,7 +96,7 @@ class Post:
         return transfer
 
     def exchange(self) -> None:
-        """Begin what was queued, in one batch."""
+        """Start all queued transfers in one batch."""
         queued, ops = self._queued, self._ops
         self._queued, self._ops = [], []
         if not ops:
@@ -124,7 +125,7 @@ class Outgoing:
     most: int
     """Messages that may be on their way before one more waits for the first of them."""
     number: int = 0
-    """Of the line, among those of its kind to that rank."""
+    """Number of this line among those of its kind to that rank."""
     bytes_sent: int = 0
     _num: int = 0
     _look: Look | None = None
@@ -152,14 +153,14 @@ class Outgoing:
         self.finish(self.most)
 
     def finish(self, most: int = 0) -> None:
-        """Wait until all but the last few messages are received."""
+        """Wait until all messages except the last few have been sent."""
         while len(self._leaving) > most:
             self._leaving.popleft().wait()
 
     def _verify_look(
         self, spec: TreeSpec, leaves: Sequence[Any], packed: Sequence[list[Tensor] | None]
     ) -> None:
-        """Say how messages look if it is the first one, or verify that this one looks the same."""
+        """Announce shapes and dtypes with the first message; refuse a message with others."""
         signature = (
             spec,
             [
@@ -199,18 +200,18 @@ class Incoming:
     device: torch.device
     """Where messages are wanted."""
     number: int = 0
-    """Of the line, among those of its kind from that rank."""
+    """Number of this line among those of its kind from that rank."""
     _num: int = 0
     _look: Look | None = None
     _posted: deque[Transfer] = field(default_factory=deque)
 
     def expect(self, num: int) -> None:
-        """Make ready for as many messages, if it is known how they look."""
+        """Post receives for the next `num` messages, once their shapes are known."""
         while self._look is not None and len(self._posted) < num:
             self.post_next()
 
     def post_next(self) -> None:
-        """Make ready for the next message."""
+        """Post the receive of the next message."""
         if self._look is None:
             note = f"{self.kind} {self.number} of rank {self.rank}"
             spec, looks = json.loads(self.team.take_note(note, self.rank))
@@ -271,23 +272,26 @@ def dump_tree(spec: TreeSpec) -> str:
 
 
 def _tag(team: int, kind: Kind, num: int) -> int:
-    """Of a message's first tensor: so that it can be taken for no other."""
+    """Return the tag of a message's first tensor, unique among messages in flight."""
     line = (team % NUM_TEAMS) * 4 + KINDS.index(kind)
     return ((num % NUM_TAGS) * 4 * NUM_TEAMS + line) * NUM_TENSORS
 
 
 def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
-    """The same where they must be to travel; side inputs may be elsewhere than streams."""
+    """Return the tensors on the device from which they are sent.
+
+    Check each one: a side input may be on the host while streams are on the GPU.
+    """
     if device.type != "cpu":
-        return [each.to(device) for each in tensors]
-    away = next((each.device for each in tensors if each.device != device), None)
-    if away is None:
+        return [tensor.to(device) for tensor in tensors]
+    gpu = next((tensor.device for tensor in tensors if tensor.device != device), None)
+    if gpu is None:
         return tensors
-    found = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-    for there, here in zip(found, tensors, strict=True):
-        there.copy_(here, non_blocking=True)
-    torch.cuda.current_stream(away).synchronize()
-    return found
+    pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+    for target, source in zip(pinned, tensors, strict=True):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.current_stream(gpu).synchronize()
+    return pinned
 
 
 def _look_of(tensor: Tensor) -> list[Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from redivider.pipeline.runners import topology as team
+from redivider.pipeline.runners import process_group
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def choose(monkeypatch, devices: list[tuple[torch.device, str]]) -> list[bool]:
         properties = SimpleNamespace(uuid=uuid)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: p)
         try:
-            found.append(team._have_own_gpus(store, rank, len(devices), device, 0.01))
+            found.append(process_group.have_own_gpus(store, rank, len(devices), device, 0.01))
         except RuntimeError:  # it waits for the others
             assert rank < len(devices) - 1
     return found[-len(devices) :]
@@ -45,7 +45,7 @@ def test_the_gpu_of_a_process(local, num, current, index, monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", str(local))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    assert team.own_gpu() == torch.device("cuda", index)
+    assert process_group.own_gpu() == torch.device("cuda", index)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_gpu_of_a_process(local, num, current, index, monkeypatch):
 def test_the_backend_is_the_one_of_the_device(config, device, backend, monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda: config)
     if backend is not None:
-        assert team.backend_for(device) == backend
+        assert process_group.backend_for(device) == backend
         return
     with pytest.raises(ValueError, match=r"no backend for it \(cuda:nccl\)"):
-        team.backend_for(device)
+        process_group.backend_for(device)
