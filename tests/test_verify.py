@@ -5,10 +5,8 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from networks import MLP, Attention, Buffered, ConvNorm, vector_chain
 from torch import nn
-from working import skip_unless
 
 import redivider as rd
 
@@ -26,17 +24,16 @@ def test_check_gradients_passes_what_is_right(backward):
     assert chain.backward == backward
 
 
-@pytest.mark.slow
 def test_under_autocast_gradients_may_differ_as_its_precision_does():
-    chain = rd.create_model("rev_vit_tiny", image_size=32, patch_size=4, num_classes=10, seed=0)
-    x = torch.randn(2, 3, 32, 32)
-    q = torch.randn(2, 3, 65, 64, dtype=torch.bfloat16, requires_grad=True)
-    skip_unless(lambda: F.scaled_dot_product_attention(q, q, q).sum().backward())
+    couplings = [rd.Coupling(MLP(16)) for _ in range(8)]
+    ends = [rd.Fuse("concat"), nn.LayerNorm(32), nn.Linear(32, 3)]
+    chain = rd.Chain([rd.Duplicate(), *couplings, *ends], backward="reverse")
+    x = 1000 + torch.randn(32, 16)  # so that restored inputs often round to other bf16 numbers
     with torch.autocast("cpu", torch.bfloat16):
         found = rd.check_gradients(chain, x)
-        assert 1e-3 < found.worst <= 5e-2
-        with pytest.raises(ValueError, match=r"more than 1.0e-03"):
-            rd.check_gradients(chain, x, tolerance=1e-3)
+        assert 1e-5 < found.worst <= 5e-2
+        with pytest.raises(ValueError, match=r"more than 1.0e-05"):
+            rd.check_gradients(chain, x, tolerance=1e-5)
 
 
 def test_a_cpu_without_bf16_instructions_is_no_error():

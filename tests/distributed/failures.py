@@ -1,11 +1,13 @@
 """What may happen to a rank, and what all the others then have to say."""
 
+import faulthandler
 import os
 import re
 import signal
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from patience import seconds
 from torch.distributed import TCPStore
@@ -31,6 +33,18 @@ def _break(module, args):
 
 def exits(pipe):
     os._exit(7)
+
+
+def exits_while_others_load(pipe):
+    """The others launch a kernel for the first time, which waits for their devices."""
+    os._exit(7)
+
+
+def load_kernel() -> None:
+    if cases.DEVICE == "cpu":
+        dist.group.WORLD.load_kernel()
+    else:
+        torch.erfinv(torch.zeros(1, device=cases.DEVICE))  # no network of ours uses it
 
 
 def is_killed(pipe):
@@ -67,6 +81,7 @@ def saves_nowhere(pipe):
 CASES = {
     raises: "ArithmeticError: the moon is in the wrong place",
     exits: r"the connection to rank 2 \(stage 2\) has broken",
+    exits_while_others_load: r"the connection to rank 2 \(stage 2\) has broken",
     is_killed: r"the connection to rank 0 \(stage 0\) has broken|rank 0 or its torchrun holds",
     sleeps: rf"rank 1 \(stage 1\): in tick 6, was waited for {TIMEOUT} s",
     sleeps_unread: rf"rank 1 \(stage 1\): in tick 6, was waited for {TIMEOUT} s",
@@ -76,12 +91,21 @@ CASES = {
     saves_nowhere: "there",
 }
 # Of the other cases, all ranks are.
-VICTIMS = {raises: 1, exits: 2, is_killed: 0, sleeps: 1, sleeps_unread: 1, is_stopped: 1}
+VICTIMS = {
+    raises: 1,
+    exits: 2,
+    exits_while_others_load: 2,
+    is_killed: 0,
+    sleeps: 1,
+    sleeps_unread: 1,
+    is_stopped: 1,
+}
 CULPRITS = {raises: 1, changes_shape: 0, lacks_inputs: 0}
 
 
 def work(case, rank: int, backend: str) -> None:
     """Train, meet the case if it is this rank's, and train on."""
+    faulthandler.dump_traceback_later(seconds(SECONDS) / 2)  # where does it hang?
     if backend in ordered.MODES:
         ordered.register(backend)
         dist.init_process_group(backend)
@@ -94,6 +118,8 @@ def work(case, rank: int, backend: str) -> None:
     if VICTIMS.get(case, rank) == rank:
         case(pipe)
     for n in range(6, 40):
+        if case is exits_while_others_load and n > 6:
+            load_kernel()
         for _, loss in run(pipe, n, n + 1):
             if case is sleeps_unread:
                 loss.item()
@@ -117,11 +143,13 @@ def meet(case, tmp_path: Path, backend: str = "gloo") -> None:
     stopped = {1} if case is is_stopped else set()
     try:
         others = [each for rank, each in enumerate(processes) if rank not in stopped]
-        assert not end(others, seconds(SECONDS)), "they hang"
+        assert not end(others, seconds(SECONDS)), "they hang\n" + "\n".join(
+            output.read_text() for output in sorted(tmp_path.glob("?.txt"))
+        )
         assert all(each.exitcode != 0 for each in others)
     finally:
         end(processes, 0)
-    silent = {exits: {2}, is_killed: {0}}.get(case, set()) | stopped
+    silent = {exits: {2}, exits_while_others_load: {2}, is_killed: {0}}.get(case, set()) | stopped
     for rank in {0, 1, 2} - silent:
         said = (tmp_path / f"{rank}.txt").read_text()
         assert re.search(CASES[case], said), f"rank {rank}: {said}"

@@ -4,7 +4,8 @@ What a group is asked for is done in that order: a batch, or a collective, begin
 before it is over. "eager": a send is over as soon as it has begun, as small messages are that fit
 into NCCL's buffers. "rendezvous": it is over when it is received. "device": the same, and the
 pipeline takes it for a GPU: waits have no limit, and end when the group is aborted, whatever has
-come. A buffer to be received into holds NaN until its message has come.
+come. Questions to the device wait for a lock, which `load_kernel` holds until nothing runs there.
+A buffer to be received into holds NaN until its message has come.
 """
 
 import queue
@@ -12,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from redivider.pipeline.runners import topology
 
 MODES = ("eager", "rendezvous", "device")
+driver = threading.Lock()
 
 
 class Done(dist.Work):
@@ -27,26 +30,30 @@ class Done(dist.Work):
 
     def __init__(self, job: Callable[[], None]) -> None:
         super().__init__()
-        self._job, self._event, self._error = job, threading.Event(), None
+        self._job, self._event, self.error = job, threading.Event(), None
+        self.left_the_device = threading.Event()  # what fails stays there, until it is aborted
 
     def run(self) -> None:
         try:
             self._job()
+            self.left_the_device.set()
         except Exception as error:
-            self._error = error
-        self.end()
+            self.error = error
+        self._event.set()
 
     def end(self) -> None:
+        self.left_the_device.set()
         self._event.set()
 
     def is_completed(self) -> bool:
-        return self._event.is_set()
+        with driver:
+            return self._event.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._event.wait(timeout and timeout.total_seconds()):
             raise RuntimeError("timed out")
-        if self._error is not None and timeout is not None:  # as NCCL's: else the device goes on
-            raise self._error
+        if self.error is not None and timeout is not None:  # as NCCL's: else the device goes on
+            raise self.error
         return True
 
 
@@ -73,7 +80,7 @@ class Ordered(dist.ProcessGroup):
         if self._is_aborted:
             raise dist.DistBackendError("the communicator was aborted")
         work = Done(job)
-        self._works = [each for each in self._works if not each.is_completed()] + [work]
+        self._works = [w for w in self._works if not w.left_the_device.is_set()] + [work]
         self._jobs.put(work)
         return work
 
@@ -127,11 +134,21 @@ class Ordered(dist.ProcessGroup):
     def _group_end(self) -> None:
         pass
 
+    def get_error(self) -> SimpleNamespace:
+        has_failed = any(work.error is not None for work in tuple(self._works))
+        return SimpleNamespace(name="COMM_ERROR" if has_failed else "SUCCESS")
+
+    def load_kernel(self) -> None:
+        """Wait until nothing runs on the device, and let nobody ask it meanwhile."""
+        with driver:
+            for work in tuple(self._works):
+                work.left_the_device.wait()
+
     def abort(self) -> None:
         """Let nobody wait any longer, and begin nothing any more."""
         self._is_aborted = True
-        for each in self._works:
-            each.end()
+        for work in self._works:
+            work.end()
 
     def getBackendName(self) -> str:
         return "ordered"

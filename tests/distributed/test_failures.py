@@ -11,15 +11,23 @@ from torch.distributed import TCPStore
 
 import redivider as rd
 from distributed.cases import model, options, run
-from distributed.failures import CASES, exits, is_stopped, meet, raises, sleeps_unread
+from distributed.failures import (
+    CASES,
+    exits,
+    exits_while_others_load,
+    is_stopped,
+    meet,
+    raises,
+    sleeps_unread,
+)
 from distributed.launch import launch, rank_env
 from redivider.pipeline.runners.heartbeat import BEAT
 
 pytestmark = pytest.mark.slow
 
 
-# On a host there is no other way to wait for a loss.
-ON_A_HOST = [case for case in CASES if case is not sleeps_unread]
+ON_A_DEVICE = [raises, exits, exits_while_others_load, sleeps_unread, is_stopped]
+ON_A_HOST = [case for case in CASES if case not in (sleeps_unread, exits_while_others_load)]
 
 
 @pytest.mark.parametrize("case", ON_A_HOST, ids=lambda case: case.__name__)
@@ -27,9 +35,7 @@ def test_all_ranks_end(case, tmp_path):
     meet(case, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "case", [raises, exits, sleeps_unread, is_stopped], ids=lambda case: case.__name__
-)
+@pytest.mark.parametrize("case", ON_A_DEVICE, ids=lambda case: case.__name__)
 def test_all_ranks_end_whose_devices_wait(case, tmp_path):
     meet(case, tmp_path, "device")
 

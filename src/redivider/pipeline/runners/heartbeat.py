@@ -5,9 +5,9 @@ process works, or which rank it waits for. A process that raises writes its erro
 process follows the chain of waits to the rank that is not waiting, or has no heartbeat, and reports
 it as the cause. All processes raise the first reason that was reported.
 
-The thread also watches what the main thread cannot: transfers that the GPU waits for, and backend
-calls that do not return. After a failure it aborts the communicators, so that the main thread can
-raise the reason. If that does not help, it exits the process.
+The thread also notices what the main thread cannot: that the GPU waits in vain, or that a call does
+not return. After a failure it aborts the communicators, so that the main thread can raise the
+reason. If that does not help, it exits the process.
 """
 
 import os
@@ -15,19 +15,17 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from redivider.errors import PipelineError
+from redivider.pipeline.runners.pending import BEAT, TIMED_OUT, Pending
+from redivider.pipeline.runners.process_group import Communicators
 
-BEAT = 0.5  # seconds
 GRACE = 10.0  # seconds from hearing of a failure until the process is killed
 SLACK = 5.0  # seconds beyond the timeout for a wait to raise by itself
 FAILURE = "failure"
-TIMED_OUT = "timed out"
-BROKEN = "broken"
 
 
 class Watch:
@@ -38,7 +36,7 @@ class Watch:
         rank: Rank of this process.
         ranks: Ranks of all processes.
         timeout: Seconds to wait for another process.
-        abort: Called after a failure, from the thread or the process: aborts all transfers.
+        communicators: Aborted after a failure, by the thread or by the process.
     """
 
     def __init__(
@@ -47,9 +45,9 @@ class Watch:
         rank: int,
         ranks: Sequence[int],
         timeout: float,
-        abort: Callable[[], None],
+        communicators: Communicators,
     ) -> None:
-        self._rank, self._timeout, self._abort = rank, timeout, abort
+        self._rank, self._timeout, self._communicators = rank, timeout, communicators
         self.stages: dict[int, str] = {}
         """Stages of each rank, in words."""
         self._has_failed = False
@@ -57,7 +55,8 @@ class Watch:
         self._board = _Board(store, rank, ranks, self.stages, timeout, state)
         own = store.clone()  # its own connection: a blocking call would hold the first one
         board = _Board(own, rank, ranks, self.stages, timeout, state)
-        thread = threading.Thread(target=_beat, args=(own, board, state, abort), daemon=True)
+        args = (own, board, state, communicators)
+        thread = threading.Thread(target=_beat, args=args, daemon=True)
         thread.start()
         weakref.finalize(self, _end, state, thread)  # at the interpreter's exit, too
 
@@ -66,12 +65,8 @@ class Watch:
         return Waiting(self, self._state, rank)
 
     def follow(self, work: Any, rank: int | None, ready: Any) -> None:
-        """Watch a transfer with a rank, or with all, that the GPU waits for.
-
-        Until the event `ready` has passed, the GPU does not wait: it computes.
-        """
-        if not self._state.is_over.is_set():
-            self._state.under_way.append((work, rank, ready))
+        """Watch a transfer with a rank, or with all, that the GPU waits for after `ready`."""
+        self._state.pending.add(work, rank, ready)
 
     @property
     def heard(self) -> PipelineError | None:
@@ -81,7 +76,7 @@ class Watch:
     def settle(self) -> None:
         """Wait until the thread knows whether the transfer that it examines has failed, and why."""
         deadline = time.monotonic() + GRACE
-        while self._state.is_doubtful and self._state.heard is None:
+        while self._state.pending.is_doubtful and self._state.heard is None:
             if self._state.is_over.wait(0.01) or time.monotonic() > deadline:
                 return
 
@@ -101,17 +96,18 @@ class Watch:
         return self._error(self._board.find_reason(rank, error))
 
     def close(self) -> None:
-        """Stop the thread."""
-        self._state.is_over.set()
+        """Stop the threads."""
+        self._state.close()
 
     def fail(self) -> None:
-        """Stop the thread, and abort transfers if any are under way."""
+        """Stop the threads, and abort transfers if any are under way."""
         if self._has_failed:
             return
         self._has_failed = True
         self.close()
-        if self._state.is_busy() and self._state.claim_abort():
-            self._abort()
+        is_needed = self._state.has_lost or self._state.pending.is_busy()
+        if is_needed and self._state.claim_abort():
+            self._communicators.abort(GRACE)
         has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self._rank == 0 and self._state.said is not None and not has_agent_store:
             time.sleep(3 * BEAT)  # this process may hold the store: let the others read it
@@ -144,6 +140,7 @@ class Waiting:
         try:
             if isinstance(error, RuntimeError | ValueError):
                 if not isinstance(error, PipelineError):
+                    self._state.has_lost = True
                     raise self._watch.find_reason(self._rank, str(error)) from error
         finally:
             self._state.waits_for = None
@@ -159,57 +156,29 @@ class _State:
         self.said: str | None = None
         self.heard: str | None = None
         self.is_over = threading.Event()
-        self.under_way: deque[tuple[Any, int | None, Any]] = deque()
-        self.is_doubtful = False  # a transfer is being examined, or has failed
-        self._moved_at = time.monotonic()
+        self.has_lost = False  # a wait has failed
+        self.pending = Pending()
         self._abort_lock = threading.Lock()
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self.is_over.set()
+        self.pending.close()
 
     def claim_abort(self) -> bool:
         """Return True for the first caller, who is to abort, and False for all others."""
         return self._abort_lock.acquire(blocking=False)
 
-    def is_busy(self) -> bool:
-        """Return whether the GPU waits for a transfer."""
-        try:
-            return any(not work.is_completed() for work, _, _ in tuple(self.under_way))
-        except RuntimeError:
-            return True
-
     def find_awaited(self) -> int | None:
-        """Return the rank that the process, or its GPU for three beats, waits for; -1 for all."""
-        if self.waits_for is None and self.under_way:
-            if time.monotonic() - self._moved_at > 3 * BEAT:
-                rank = self.under_way[0][1]
-                return -1 if rank is None else rank
-        return self.waits_for
+        """Return the rank that the process or its GPU waits for; -1 for all."""
+        return self.pending.find_awaited() if self.waits_for is None else self.waits_for
 
     def find_stuck(self, timeout: float) -> tuple[int | None, str] | None:
         """Return the rank that was waited for too long or whose connection broke, and which."""
-        now = time.monotonic()
         waits_for = self.waits_for
-        if waits_for is not None and now - self.waits_since > timeout + SLACK:
+        if waits_for is not None and time.monotonic() - self.waits_since > timeout + SLACK:
             return None if waits_for < 0 else waits_for, TIMED_OUT
-        while self.under_way:
-            work, rank, ready = self.under_way[0]
-            try:
-                if not work.is_completed():
-                    if ready is not None and not ready.query():
-                        self._moved_at = now  # the GPU computes, and does not wait
-                    break
-                # Completed or failed: only `wait` tells. If failed, it aborts the communicator, and
-                # the GPU continues with an unfilled buffer.
-                self.is_doubtful = True
-                work.wait(timedelta(seconds=1))
-            except RuntimeError:
-                return rank, BROKEN  # `is_doubtful` stays set until the reason is known
-            self.is_doubtful = False
-            self.under_way.popleft()
-            self._moved_at = now
-        if not self.under_way:
-            self._moved_at = now
-        if now - self._moved_at > timeout:
-            return self.under_way[0][1], TIMED_OUT
-        return None
+        return self.pending.find_stuck(timeout)
 
 
 class _Board:
@@ -324,19 +293,23 @@ class _Board:
 
 
 def _end(state: _State, thread: threading.Thread) -> None:
-    """Stop and join the thread: one that is in C++ code when Python exits aborts the process."""
-    state.is_over.set()
+    """Stop and join the threads: one that is in C++ code when Python exits aborts the process."""
+    state.close()
     if thread is not threading.current_thread():
         thread.join(5.0)
+        state.pending.join(5.0)
 
 
-def _beat(store: Any, board: _Board, state: _State, abort: Callable[[], None]) -> None:
+def _beat(store: Any, board: _Board, state: _State, communicators: Communicators) -> None:
     """Write heartbeats and watch for failures, until stopped."""
     heard_at, num_failed = 0.0, 0
+    communicators.prepare_thread()
     store.set_timeout(timedelta(seconds=5))
     while not state.is_over.wait(BEAT):
         try:
             board.beat()
+            if communicators.have_failed():
+                state.pending.has_broken = True
             if state.heard is None:
                 state.heard = board.read_failure() or board.find_stuck()
             num_failed = 0
@@ -351,7 +324,7 @@ def _beat(store: Any, board: _Board, state: _State, abort: Callable[[], None]) -
         seconds = time.monotonic() - heard_at
         # Leave the process time to raise by itself: its communicators may then stay usable.
         if seconds > 2 * BEAT and state.claim_abort():
-            abort()
+            communicators.abort(GRACE)
         if seconds > GRACE:
             sys.stderr.write(f"rank {board.rank}: ends, since a rank has failed: {state.heard}\n")
             sys.stderr.flush()

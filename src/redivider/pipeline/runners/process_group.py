@@ -1,6 +1,7 @@
 """Join and leave the process group, and choose its GPU and its backend."""
 
 import contextlib
+import faulthandler
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -71,17 +72,37 @@ def have_own_gpus(store: Any, rank: int, num: int, device: torch.device, timeout
     return all(uuids) and len(set(uuids)) == num
 
 
-def abort(backends: Sequence[Any]) -> None:
-    """Abort NCCL communicators, to release a host or a GPU that waits for a lost transfer."""
-    if not backends:
-        return
-    with contextlib.suppress(RuntimeError):
-        backends[0]._group_start()  # as one group: separate aborts may deadlock
-    for backend in backends:
+class Communicators:
+    """NCCL communicators of a process; none with gloo."""
+
+    def __init__(self, backends: Sequence[Any] = (), device: torch.device | None = None) -> None:
+        self._backends, self._device = backends, device
+
+    def prepare_thread(self) -> None:
+        """Make the device current in a thread that may abort, while CUDA calls do not block."""
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def have_failed(self) -> bool:
+        """Return whether NCCL has noticed that a peer is gone. Make no CUDA call."""
+        return any(backend.get_error().name != "SUCCESS" for backend in self._backends)
+
+    def abort(self, grace: float) -> None:
+        """Release a host or a GPU that waits for a lost transfer.
+
+        If that takes longer than `grace` seconds, print where Python is, and exit the process.
+        """
+        if not self._backends:
+            return
+        faulthandler.dump_traceback_later(grace, exit=True, file=2)  # needs no interpreter lock
         with contextlib.suppress(RuntimeError):
-            backend.abort()
-    with contextlib.suppress(RuntimeError):
-        backends[0]._group_end()
+            self._backends[0]._group_start()  # as one group: separate aborts may deadlock
+        for backend in self._backends:
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
+        with contextlib.suppress(RuntimeError):
+            self._backends[0]._group_end()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def attempt() -> str:

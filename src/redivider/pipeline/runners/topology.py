@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from redivider.errors import PipelineError
 from redivider.pipeline.runners.heartbeat import Watch
-from redivider.pipeline.runners.process_group import abort, attempt, backend_for, join
+from redivider.pipeline.runners.process_group import Communicators, attempt, backend_for, join
 
 _num_teams = 0
 
@@ -78,7 +77,8 @@ class Team:
         groups: list[Any] = [dist.group.WORLD, self.stage_group, self.data_group]
         groups = list(dict.fromkeys(group for group in groups if group is not None))
         backends = [group._get_backend(self.device) for group in groups if self._on_gpu]
-        self.watch = Watch(self._store, self.rank, self.everyone, timeout, partial(abort, backends))
+        communicators = Communicators(backends, self.device)
+        self.watch = Watch(self._store, self.rank, self.everyone, timeout, communicators)
         if self.batches:
             with self.guarding():
                 self._connect(groups)

@@ -1,0 +1,105 @@
+"""Transfers that the GPU waits for, while the host runs ahead.
+
+A thread of its own examines them, because a CUDA call may block for as long as the GPU waits. For
+example, the first launch of a kernel loads it, which waits for running kernels and holds a lock of
+the driver. If the transfer's peer has died, that lasts until the communicator is aborted. Whoever
+aborts must not touch CUDA before: it reads here how long nothing has moved.
+"""
+
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+BEAT = 0.5  # seconds between two examinations, and between two heartbeats
+TIMED_OUT = "timed out"
+BROKEN = "broken"
+
+
+class Pending:
+    """Transfers that have begun, in their order, and whether they move."""
+
+    def __init__(self) -> None:
+        self.is_doubtful = False
+        """Whether a transfer is being examined, or has failed."""
+        self.has_broken = False
+        """Whether a transfer has failed."""
+        self._transfers: deque[tuple[Any, int | None, Any]] = deque()
+        self._moved_at = time.monotonic()
+        self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()
+
+    def add(self, work: Any, rank: int | None, ready: Any) -> None:
+        """Add a transfer with a rank, or with all.
+
+        Until the event `ready` has passed, the GPU does not wait: it computes.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._examine_until_closed, daemon=True)
+            self._thread.start()
+        if not self._is_over.is_set():
+            self._transfers.append((work, rank, ready))
+
+    def examine(self) -> None:
+        """Remove the transfers that have completed, and note whether one has failed."""
+        now = time.monotonic()
+        while self._transfers:
+            work, _, ready = self._transfers[0]
+            try:
+                if not work.is_completed():
+                    if ready is not None and not ready.query():
+                        self._moved_at = now  # the GPU computes, and does not wait
+                    return
+                # Completed or failed: only `wait` tells. If failed, it aborts the communicator, and
+                # the GPU continues with an unfilled buffer.
+                self.is_doubtful = True
+                work.wait(timedelta(seconds=1))
+            except RuntimeError:
+                self.has_broken = True  # `is_doubtful` stays set until the reason is known
+                return
+            self.is_doubtful = False
+            self._transfers.popleft()
+            self._moved_at = now
+        self._moved_at = now
+
+    def is_busy(self) -> bool:
+        """Return whether the GPU waits for a transfer, or one has failed."""
+        if self.has_broken:
+            return True
+        try:
+            return any(not work.is_completed() for work, _, _ in tuple(self._transfers))
+        except RuntimeError:
+            return True
+
+    def find_awaited(self) -> int | None:
+        """Return the rank that the GPU has waited for during three beats; -1 for all."""
+        if not self._transfers or time.monotonic() - self._moved_at <= 3 * BEAT:
+            return None
+        rank = self._first_rank()
+        return -1 if rank is None else rank
+
+    def find_stuck(self, timeout: float) -> tuple[int | None, str] | None:
+        """Return the rank that was waited for too long or whose connection broke, and which."""
+        if self.has_broken:
+            return self._first_rank(), BROKEN
+        if self._transfers and time.monotonic() - self._moved_at > timeout:
+            return self._first_rank(), TIMED_OUT
+        return None
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._is_over.set()
+
+    def join(self, timeout: float) -> None:
+        """Wait until the thread has ended."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _first_rank(self) -> int | None:
+        transfers = tuple(self._transfers)  # the thread may remove some
+        return transfers[0][1] if transfers else None
+
+    def _examine_until_closed(self) -> None:
+        while not self._is_over.wait(BEAT) and not self.has_broken:
+            self.examine()
