@@ -26,6 +26,7 @@ install: $(DEV)
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo  # the layers of .importlinter
 
 types: $(DEV)
 	$(BIN)/mypy

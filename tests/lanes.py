@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from redivider.overlap import MAIN, SIDE, Lanes
+from redivider.backward.overlap import MAIN, SIDE, Lanes
 
 
 class Recorded(Lanes):

@@ -11,8 +11,8 @@ from networks import vector_chain
 from oracle import gradients, weigh, worst_error
 
 import redivider as rd
-from redivider import auto
-from redivider.auto import ROUNDS, Auto, Trial, faster, forced, forcing, time_ways
+from redivider.backward import auto
+from redivider.backward.auto import ROUNDS, Auto, Trial, faster, forced, forcing, time_strategies
 
 
 class Clock:
@@ -127,7 +127,7 @@ def test_a_clock_that_slows_down_does_not_favour_the_way_that_is_first(device):
 
         return step
 
-    took = time_ways(lambda way: made.append(f"run {way}"), ready)
+    took = time_strategies(lambda way: made.append(f"run {way}"), ready)
     assert made == ["run reverse", "run overlap", "reverse", "overlap"], (
         "what is ready holds memory"
     )
@@ -146,7 +146,7 @@ def test_a_way_that_does_not_fit_is_not_taken(device, caplog, scarce, when):
     ways = partial(do, "run"), partial(do, "ready")
     if scarce == "reverse":
         with pytest.raises(torch.OutOfMemoryError):
-            time_ways(*ways)
+            time_strategies(*ways)
         return
     caplog.set_level(logging.INFO, "redivider")
     choices = Auto()
@@ -154,7 +154,7 @@ def test_a_way_that_does_not_fit_is_not_taken(device, caplog, scarce, when):
     trial.choice = None
     with forcing("reverse"):
         trial.pick()
-    choices.settle(time_ways(*ways))
+    choices.settle(time_strategies(*ways))
     assert trial.choice == "reverse" and "memory is short" in caplog.text
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import redivider as rd
 from redivider import chain as chain_module
-from redivider.overlap import Overlap
+from redivider.backward.overlap import Overlap
 from redivider.replay import call
 from redivider.replay.compiled_node import call_node
 
@@ -73,7 +73,7 @@ def test_on_the_grid_reversal_stays_exact(monkeypatch):
     def fails(*args, **kwargs):
         raise AssertionError("not the graph of the forward")
 
-    monkeypatch.setattr("redivider.compiled._Compiled.run_joint", fails)
+    monkeypatch.setattr("redivider.compile._Compiled.run_joint", fails)
     chain = token_chain(5, backward="reverse", arithmetic="fixed")
     stored = copy.deepcopy(chain)
     stored.backward = "store"

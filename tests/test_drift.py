@@ -86,8 +86,8 @@ def test_it_finds_an_f_that_is_not_deterministic_on_an_exact_grid():
 
 @pytest.mark.parametrize("error", [1e-2, 1e-4, 1e-6])
 def test_the_estimate_is_close_to_the_true_error(error):
-    from redivider.drift import Drift
-    from redivider.mailbox import Mailbox
+    from redivider.backward.drift import Drift
+    from redivider.backward.mailbox import Mailbox
 
     seen = []
 

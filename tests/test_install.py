@@ -142,7 +142,6 @@ def test_the_core_runs_and_names_the_extra_that_is_missing(clean, tmp_path):
         "train quickstart",
         "train quickstart --help",
         "compare quickstart",
-        "reproduce methods --epochs 0.1",
     ],
 )
 def test_a_command_that_needs_an_extra_says_so_in_a_line(words, clean, tmp_path):
@@ -166,7 +165,7 @@ def test_a_report_without_its_extra_says_so_in_a_line(clean, tmp_path):
 
 
 def test_commands_that_need_no_extra_run(clean, tmp_path):
-    for words in ("models revnet18", "recipes", "--help", "reproduce"):
+    for words in ("models revnet18", "recipes", "--help"):
         found = run(clean, "-m", "redivider", *words.split(), cwd=tmp_path)
         assert found.returncode == 0, (words, found.stderr)
         assert found.stdout

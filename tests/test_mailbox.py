@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
-from redivider.mailbox import Mailbox
-from redivider.row import _poisoned
+from redivider.backward.mailbox import Mailbox
+from redivider.backward.row import _poisoned
 
 
 class Arrival:
@@ -30,10 +30,10 @@ def test_on_the_meta_device_there_is_nothing_to_read():
     Mailbox().post(torch.empty((), device="meta"), lambda value: value.item())
 
 
-def test_values_under_way_are_read_in_order_as_they_arrive():
+def test_values_in_flight_are_read_in_order_as_they_arrive():
     mailbox, seen, arrivals = Mailbox(), [], [Arrival() for _ in range(3)]
     for number, arrival in enumerate(arrivals):
-        mailbox._under_way.append((torch.tensor(number), arrival, lambda v: seen.append(v.item())))
+        mailbox._in_flight.append((torch.tensor(number), arrival, lambda v: seen.append(v.item())))
     mailbox.poll()
     assert seen == []
     arrivals[0].arrived = arrivals[2].arrived = True
@@ -50,7 +50,7 @@ def test_a_fault_is_raised_once_and_drops_what_was_posted_behind_it():
 
     mailbox, seen, arrival = Mailbox(), [], Arrival()
     arrival.arrived = True
-    mailbox._under_way += [
+    mailbox._in_flight += [
         (torch.tensor(0), arrival, fail),
         (torch.tensor(1), arrival, seen.append),
     ]
@@ -62,8 +62,8 @@ def test_a_fault_is_raised_once_and_drops_what_was_posted_behind_it():
 
 def test_copies_start_empty():
     mailbox = Mailbox()
-    mailbox._under_way.append((torch.tensor(0), Arrival(), print))
-    assert copy.deepcopy(mailbox)._under_way == pickle.loads(pickle.dumps(mailbox))._under_way == []
+    mailbox._in_flight.append((torch.tensor(0), Arrival(), print))
+    assert copy.deepcopy(mailbox)._in_flight == pickle.loads(pickle.dumps(mailbox))._in_flight == []
 
 
 def test_after_a_fault_gradients_are_not_numbers():

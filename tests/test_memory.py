@@ -15,7 +15,7 @@ from patience import seconds
 from torch import nn
 
 import redivider as rd
-from redivider.footprint import Live
+from redivider.checks.memory import Live
 
 
 class Counted(MLP):
@@ -132,7 +132,7 @@ MEASURE = """
 import resource, sys, torch
 from torch import nn
 import redivider as rd
-from redivider.footprint import Live
+from redivider.checks.memory import Live
 
 torch.set_num_threads(1)
 

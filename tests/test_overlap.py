@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import redivider as rd
 from redivider import chain as chain_module
-from redivider.overlap import MAIN, SIDE, Overlap
-from redivider.row import Row
+from redivider.backward.overlap import MAIN, SIDE, Overlap
+from redivider.backward.row import Row
 
 
 class Job:
@@ -135,7 +135,7 @@ def ahead(monkeypatch):
     made = []
 
     def make(way, x):
-        wanted = way in chain_module.AHEAD and torch.is_grad_enabled()
+        wanted = way in chain_module.OVERLAPPING and torch.is_grad_enabled()
         made.append(OnTheCpu(torch.device("cpu")) if wanted else None)
         return made[-1]
 
@@ -279,7 +279,7 @@ def test_no_lane_reads_too_early_or_takes_memory_that_the_other_one_uses(
         with races:
             loss = weigh(chain(x))
             loss.backward()
-        assert not any(row._lent or row._handed for row in rows), "let go though the loss lives"
+        assert not any(row._lent or row._outputs for row in rows), "let go though the loss lives"
         torch.manual_seed(1)
         weigh(run_plainly(plain, x)).backward()
     assert not races.found

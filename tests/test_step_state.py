@@ -7,14 +7,14 @@ from oracle import weigh
 
 import redivider as rd
 from redivider.chain import observing
-from redivider.step_state import Settings, StepState
+from redivider.gpu.rollback import Rollback, Settings
 
 
 @pytest.fixture
 def state(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: None)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
-    return StepState(torch.device("cpu"))
+    return Rollback(torch.device("cpu"))
 
 
 def train(chain, optimizer, x):
@@ -24,14 +24,14 @@ def train(chain, optimizer, x):
 
 
 def run(state, chain, optimizer, steps=2):
-    with observing(state.meet_chain), state.optimizers_seen():
+    with observing(state.add_chain), state.watching_optimizers():
         for _ in range(steps):
             train(chain, optimizer, torch.randn(5, 6))
 
 
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.RMSprop])
-def test_weights_state_gradients_and_random_numbers_are_put_back(state, make, stepped):
+def test_weights_state_gradients_and_random_numbers_are_restored(state, make, stepped):
     chains = [vector_chain(depth=3) for _ in range(2)]
     chains[1].load_state_dict(chains[0].state_dict())
     optimizers = [make(each.parameters(), lr=1e-2) for each in chains]
@@ -47,7 +47,7 @@ def test_weights_state_gradients_and_random_numbers_are_put_back(state, make, st
         not torch.equal(a, b)
         for a, b in zip(chains[0].parameters(), chains[1].parameters(), strict=True)
     )
-    state.put_back()
+    state.restore()
     assert all(each.grad is None for each in chains[0].parameters())
     assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(4))
     for _ in range(3):
@@ -64,11 +64,11 @@ def test_each_is_met_once_and_before_it_changes(state):
     run(state, chain, torch.optim.SGD(chain.parameters(), lr=0.1), steps=3)
     assert len(state.chains) == len(state.optimizers) == 1
     assert len(state.parameters) == len(before)
-    state.put_back()
+    state.restore()
     assert all(torch.equal(a, b) for a, b in zip(chain.parameters(), before, strict=True))
-    assert not state.chooses
+    assert not state.has_auto
     chain.backward = "auto"
-    assert state.chooses
+    assert state.has_auto
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,10 @@ def test_each_is_met_once_and_before_it_changes(state):
     [
         (lambda p: torch.optim.AdamW(p), r"AdamW counts .* capturable=True or fused=True"),
         (lambda p: torch.optim.Adafactor(p), r"Adafactor keeps 'step' on the host"),
-        (lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.5), "how the state of SGD begins"),
+        (
+            lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.5),
+            "cannot roll back SGD .* unknown",
+        ),
     ],
 )
 def test_optimizers_that_a_graph_would_run_wrongly_are_refused(state, make, message, monkeypatch):

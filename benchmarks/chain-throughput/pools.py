@@ -9,6 +9,7 @@ allocator's own events tell what each would hold.
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from redivider import chain
-from redivider.overlap import MAIN, SIDE, Lane, Lanes, Overlap
-from redivider.reproduce.steps import Step
+from redivider.backward.overlap import MAIN, SIDE, Lane, Lanes, Overlap
+
+# Appended, so that modules of this folder are found first.
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
+from steps import Step
 
 MIB = 2**20
 
@@ -88,7 +92,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int)
     given = parser.parse_args()
     chain._make_overlap = lambda way, x: (
-        OnTheCpu(torch.device("cpu")) if way in chain.AHEAD else None
+        OnTheCpu(torch.device("cpu")) if way in chain.OVERLAPPING else None
     )
     options = {} if given.depth is None else {"depth": given.depth}
     step = Step(given.model, given.batch, torch.device("cpu"), compiled=True, **options)

@@ -10,6 +10,7 @@ float32. All methods of one setting take turns, so that ratios are of one time.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
-from redivider.reproduce.steps import Step, let_go, take_workspaces
+
+# Appended, so that modules of this folder are found first.
+sys.path.append(str(Path(__file__).parents[2] / "experiments"))
+from steps import Step, free_memory, take_workspaces
 
 # name: model, options, batch
 SETTINGS: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -145,7 +149,7 @@ def _prepare(step: Step, how: str, method: str) -> tuple[dict[str, Any], Run]:
 
 def _let_go(step: Step) -> None:
     step.chain.zero_grad()
-    let_go()
+    free_memory()
 
 
 def measure_depths(methods: list[str]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import redivider as rd
-from redivider.footprint import Live
+from redivider.checks.memory import Live
 from redivider.models.catalogue import resolve
 from redivider.models.summary import Fused, summarise
 

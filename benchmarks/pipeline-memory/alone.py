@@ -22,12 +22,12 @@ from redivider.arithmetic import resolve_arithmetic
 from redivider.coupling import Streams
 from redivider.pipeline.methods import METHODS
 from redivider.pipeline.partition import units_of
-from redivider.pipeline.runners.surroundings import Around
-from redivider.pipeline.schedule import delay
+from redivider.pipeline.runners.tick_context import EagerTick
+from redivider.pipeline.schedule import Schedule
 from redivider.pipeline.stages.loss import Loss
+from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.placement import group_units, place_units
-from redivider.pipeline.stages.stage import Message, Stage
-from redivider.pipeline.stages.unit import Flow
+from redivider.pipeline.stages.stage import Stage
 from redivider.replay.autocast import Autocast
 
 FLOAT = resolve_arithmetic("float")
@@ -98,13 +98,14 @@ def build(units: dict[str, nn.Module], variant: str) -> list[Stage]:
     """The stages of a pipeline, one for each unit."""
     method = METHODS[variant.removesuffix(BOTH)]
     cut = [1] * len(units)
-    return group_units(place_units(units, cut, method, FLOAT, seed=0), cut)
+    every = range(len(cut))
+    return group_units(place_units(units, cut, method, FLOAT, 0, every), cut, every)
 
 
 def meet_loss(message: Message, num_units: int) -> Message:
     """Turn the model's output into a message downwards, as the last stage of a pipeline does."""
     with message.autocast.again():
-        return Loss(F.cross_entropy, num_units, seed=0).run(message, FLOAT, Around().guard)[0]
+        return Loss(F.cross_entropy, num_units, seed=0).run(message, FLOAT, EagerTick().guard)[0]
 
 
 def watch_messages(setting: Setting, variant: str) -> list[tuple[Message, Message]]:
@@ -147,7 +148,7 @@ class Alone:
         self.stage.optimizer = torch.optim.SGD(
             self.stage.module.parameters(), lr=1e-9, momentum=0.9
         )
-        self.delay = delay(index, len(units))
+        self.delay = Schedule(len(units)).delay(index)
         self._num_units = len(units)
         self._is_last = index == len(units) - 1
         self._setting = setting

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from redivider.footprint import Live
+from redivider.checks.memory import Live
 
 
 class Allocator:

@@ -21,7 +21,7 @@ from alone import BOTH, VARIANTS, Setting, measure, watch_messages
 
 import redivider as rd
 from redivider.pipeline.partition import units_of
-from redivider.pipeline.schedule import delay
+from redivider.pipeline.schedule import Schedule
 
 Row = dict[str, Any]
 
@@ -94,7 +94,7 @@ def show_stages(rows: Sequence[Row], keys: tuple[str, str], unit: float) -> None
         found = [by_place[index, variant] for variant in variants]
         cells = [" / ".join(show(row.get(key), unit) for key in keys) for row in found]
         kind = "" if found[0]["kind"] == "coupling" else ", junction"
-        place = f"{index} | `{found[0]['unit']}`{kind} | {delay(index, num_stages)}"
+        place = f"{index} | `{found[0]['unit']}`{kind} | {Schedule(num_stages).delay(index)}"
         print(f"| {place} | {' | '.join(cells)} |")
 
 

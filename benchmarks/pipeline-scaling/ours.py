@@ -11,7 +11,7 @@ from setting import Setting, loss, sgd
 from torch.distributed.device_mesh import DeviceMesh
 
 import redivider as rd
-from redivider.footprint import Live
+from redivider.checks.memory import Live
 from redivider.pipeline.diagnostics.timeline import measured_spans
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import redivider as rd
-from redivider.pipeline.runners.captured import Concurrent
+from redivider.pipeline.runners.captured import CapturedRunner
 from redivider.pipeline.runners.cuda_graphs import CudaGraphs
 
 # name: model, options, stages
@@ -118,7 +118,7 @@ def pipeline(
     if compiled:
         pipe.compile(dynamic=False)
     if capture and not branches:
-        pipe._concurrent = Concurrent(pipe, partial(OneBranch, torch.device("cuda")))
+        pipe._captured = CapturedRunner(pipe, partial(OneBranch, torch.device("cuda")))
 
     def step(x: Tensor, target: Tensor) -> Any:
         with torch.autocast("cuda", torch.bfloat16):
@@ -127,7 +127,7 @@ def pipeline(
     data = make_data(name, batch)
     for tick in range((4 if capture else 2) * len(pipe.stages) + 20):
         step(*data[tick % len(data)])
-    if capture and not pipe._concurrent.is_active:
+    if capture and not pipe._captured.is_active:
         raise SystemExit(f"ticks of {name} at {batch} were not captured; the log says why")
     step.pipe = pipe
     return step

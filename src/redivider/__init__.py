@@ -8,16 +8,18 @@ from typing import Any as _Any
 if _TYPE_CHECKING:
     from redivider.arithmetic import Fixed as Fixed
     from redivider.arithmetic import Float as Float
-    from redivider.captured import capture as capture
+    from redivider.backward.drift import DriftWarning as DriftWarning
     from redivider.chain import Chain as Chain
+    from redivider.checks.gradients import check_gradients as check_gradients
+    from redivider.checks.memory import check_memory as check_memory
+    from redivider.checks.memory import measure_memory as measure_memory
+    from redivider.checks.reversibility import check_reversible as check_reversible
     from redivider.coupling import Coupling as Coupling
-    from redivider.drift import DriftWarning as DriftWarning
     from redivider.errors import CaptureError as CaptureError
     from redivider.errors import ChangedError as ChangedError
     from redivider.errors import PipelineError as PipelineError
     from redivider.errors import UnitError as UnitError
-    from redivider.footprint import check_memory as check_memory
-    from redivider.footprint import measure_memory as measure_memory
+    from redivider.gpu.capture import capture as capture
     from redivider.junction import Duplicate as Duplicate
     from redivider.junction import Fuse as Fuse
     from redivider.junction import Split as Split
@@ -27,18 +29,16 @@ if _TYPE_CHECKING:
     from redivider.pipeline.distributed import DistributedPipeline as DistributedPipeline
     from redivider.pipeline.partition import balance as balance
     from redivider.pipeline.pipeline import Pipeline as Pipeline
-    from redivider.verify import check_gradients as check_gradients
-    from redivider.verify import check_reversible as check_reversible
 
-# Where each name is from: found when it is first asked for, since importing torch takes seconds
-# that `redivider --help` has no use for.
+# The module of every public name. It is imported when the name is first used: importing torch takes
+# seconds, and `redivider --help` must not wait for it.
 _HOMES = {
     "CaptureError": "errors",
     "Chain": "chain",
     "ChangedError": "errors",
     "ChunkedCrossEntropy": "models.cross_entropy",
     "Coupling": "coupling",
-    "DriftWarning": "drift",
+    "DriftWarning": "backward.drift",
     "DistributedPipeline": "pipeline.distributed",
     "Duplicate": "junction",
     "Fixed": "arithmetic",
@@ -49,13 +49,13 @@ _HOMES = {
     "Split": "junction",
     "UnitError": "errors",
     "balance": "pipeline.partition",
-    "capture": "captured",
-    "check_gradients": "verify",
-    "check_memory": "footprint",
-    "check_reversible": "verify",
+    "capture": "gpu.capture",
+    "check_gradients": "checks.gradients",
+    "check_memory": "checks.memory",
+    "check_reversible": "checks.reversibility",
     "create_model": "models.catalogue",
     "list_models": "models.catalogue",
-    "measure_memory": "footprint",
+    "measure_memory": "checks.memory",
 }
 
 __all__ = list(_HOMES)

@@ -1,4 +1,4 @@
-"""`python -m redivider` is the command line."""
+"""Command line as a module: `python -m redivider`."""
 
 import sys
 

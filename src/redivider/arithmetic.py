@@ -26,17 +26,17 @@ INT32_SPAN = 2.0**31
 
 
 class Checked(NamedTuple):
-    """A stored stream, and whether it is wrong: a scalar on its device, or None for never."""
+    """A stored stream and its fault flag: a boolean scalar on its device, or None for never."""
 
     stored: Tensor
     fault: Tensor | None
 
 
 class Arithmetic(ABC):
-    """How a stream is stored, added to and restored."""
+    """Rules by which a stream is stored, added to and restored."""
 
     exact: bool
-    """Whether `subtract` undoes `add` to the last bit."""
+    """True if `subtract` undoes `add` to the last bit."""
 
     @abstractmethod
     def store(self, x: Tensor) -> Checked:
@@ -44,7 +44,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def real(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """Give the values that `f` reads, without a graph, in the stream's own dtype."""
+        """Return the values that `f` reads, without a graph, in the stream's own dtype."""
 
     @abstractmethod
     def add(self, stored: Tensor, r: Tensor) -> Checked:
@@ -52,7 +52,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def subtract(self, stored: Tensor, r: Tensor) -> Tensor:
-        """Take a residual from a stored stream again."""
+        """Subtract a residual from a stored stream, to undo `add`."""
 
 
 class Float(Arithmetic):
@@ -91,7 +91,7 @@ class Fixed(Arithmetic):
 
     def store(self, x: Tensor) -> Checked:
         steps = self._steps(x)
-        # NaN fails every comparison, so one test finds NaN, infinity and what is out of range.
+        # NaN fails every comparison, so one test catches NaN, infinity and values out of range.
         return Checked(steps.to(torch.int32), (steps.abs() < INT32_SPAN).all().logical_not())
 
     def real(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -100,16 +100,18 @@ class Fixed(Arithmetic):
         return wide.mul_(2.0**-self.bits).to(dtype)
 
     def add(self, stored: Tensor, r: Tensor) -> Checked:
-        step, unfit = self.store(r)
+        step, fault = self.store(r)
         total = stored + step
         # A sum of two integers has wrapped if its sign differs from the sign of both.
         wrapped = ((stored ^ total) & (step ^ total)).lt(0).any()
-        return Checked(total, wrapped if unfit is None else wrapped | unfit)
+        return Checked(total, wrapped if fault is None else wrapped | fault)
 
     def subtract(self, stored: Tensor, r: Tensor) -> Tensor:
+        # No check: the forward added the same residual, and its fault was reported there.
         return stored - self._steps(r).to(torch.int32)
 
     def _steps(self, x: Tensor) -> Tensor:
+        """Return the nearest whole number of grid steps, still in floating point."""
         x = x.detach()
         if x.is_complex():
             raise UnitError(f'{self} holds real numbers, got {x.dtype}; use arithmetic="float"')
@@ -121,7 +123,7 @@ ARITHMETICS: dict[str, type[Float] | type[Fixed]] = {"float": Float, "fixed": Fi
 
 
 def resolve_arithmetic(arithmetic: str | Arithmetic) -> Arithmetic:
-    """Turn the name of an arithmetic into one; an `Arithmetic` passes through."""
+    """Return the arithmetic of this name; an `Arithmetic` passes through."""
     if isinstance(arithmetic, Arithmetic):
         return arithmetic
     if arithmetic not in ARITHMETICS:

@@ -1,6 +1,6 @@
-"""A chain: units in a row as one module, whose activation memory does not grow with depth.
+"""Chain: consecutive units as one module, whose activation memory does not grow with depth.
 
-What a unit keeps between its forward and its backward:
+A strategy decides what a unit keeps between its forward and its backward:
 
     backward               a coupling    a junction    work (forward and backward of a unit: 3)
     "store"                graph         graph         3
@@ -12,28 +12,30 @@ What a unit keeps between its forward and its backward:
     "auto"                 nothing       graph         "reverse" or "overlap", whichever is faster
 
 Gomez et al. 2017 (RevNet) for reversal, Chen et al. 2016 for checkpoints; for the overlap see
-overlap.py. Without grad mode every chain runs as plain modules do, and keeps nothing.
+backward/overlap.py. Without grad mode every chain runs as plain modules do, and keeps nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from redivider._torch_private import original_module
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
-from redivider.auto import Auto
-from redivider.compiled import CompiledArithmetic, compile_units
+from redivider.backward.auto import Auto
+from redivider.backward.mailbox import Mailbox
+from redivider.backward.node import keep_input
+from redivider.backward.row import Keep, Row, prepare_streams
 from redivider.coupling import Coupling
-from redivider.errors import naming
-from redivider.mailbox import Mailbox
-from redivider.node import keep_input
-from redivider.overlap import Overlap
-from redivider.row import Keep, Row, prepare_streams
+from redivider.errors import did_you_mean, naming
+
+# What a coupling and a junction keep, by strategy.
+if TYPE_CHECKING:
+    from redivider.backward.overlap import Overlap
 
 KEEPS: dict[str, tuple[Keep, Keep]] = {
     "store": ("graph", "graph"),
@@ -44,20 +46,21 @@ KEEPS: dict[str, tuple[Keep, Keep]] = {
     "checkpoint-overlap": ("input", "input"),
     "auto": ("nothing", "graph"),
 }
-AHEAD = ("overlap", "checkpoint-overlap")
+OVERLAPPING = ("overlap", "checkpoint-overlap")
 
 
 class Chain(nn.Module):
-    """Couplings and junctions in a row.
+    """Couplings and junctions, run one after the other as one module.
 
         units = [nn.Linear(8, 64), rd.Duplicate(), *couplings, rd.Fuse("concat"), nn.Linear(128, 2)]
         chain = rd.Chain(units, backward="reverse")
         loss(chain(x)).backward()
 
-    Every unit gets what the one before returns; a coupling takes and returns a pair of streams.
-    Keywords of the call go to the units that take them: `Coupling(f, takes=("mask",))`, or any
-    other module with an attribute `takes`; one that is left out is not passed on. Length, indices,
-    slices, iteration and the keys of `state_dict` are those of an `nn.Sequential`.
+    Every unit receives the output of the one before; a coupling takes and returns a pair of
+    streams. Keywords of the call go to the units that take them: `Coupling(f, takes=("mask",))`, or
+    any other module with an attribute `takes`. A keyword that the caller leaves out is not passed
+    on. Length, indices, slices, iteration and the keys of `state_dict` are those of an
+    `nn.Sequential`.
 
     Args:
         units: The modules, in order; or a dict of them, whose keys name them in `state_dict`.
@@ -65,11 +68,11 @@ class Chain(nn.Module):
             unit, "reverse" nothing of a coupling and all of a junction, "reverse-checkpoint"
             nothing of a coupling and the input of a junction. "overlap" is "reverse", and
             "checkpoint-overlap" is "checkpoint", with the recomputation of a unit beside the
-            backward of the next one on a GPU. "auto" tries "reverse" and "overlap" there, and
+            backward of the next one on a GPU. "auto" times "reverse" and "overlap" on a GPU, and
             keeps the faster one.
         arithmetic: "float", or "fixed" for reversal to the last bit: `Fixed(bits=20)`.
-        check_every: Compare the rebuilt input with the original at every so many training steps
-            of a reversing chain, and warn if it has drifted; 0 for never.
+        check_every: Interval, in training steps, at which a reversing chain compares its rebuilt
+            input with the original and warns of drift; 0 for never.
         drift_tolerance: Relative difference beyond which that check warns.
     """
 
@@ -85,9 +88,9 @@ class Chain(nn.Module):
         super().__init__()
         if not isinstance(units, Iterable):
             raise TypeError(f"a chain takes a list of units, got one {type(units).__name__}")
-        every: Any = check_every
-        if not isinstance(every, Integral) or int(every) < 0:
-            raise ValueError(f"check_every must be 0 (never) or more steps, got {every!r}")
+        interval: Any = check_every
+        if not isinstance(interval, Integral) or int(interval) < 0:
+            raise ValueError(f"check_every must be 0 (never) or more steps, got {interval!r}")
         tolerance: Any = drift_tolerance
         if not (isinstance(tolerance, Real) and float(tolerance) >= 0):
             raise ValueError(f"drift_tolerance must be 0 or more, got {tolerance!r}")
@@ -105,7 +108,7 @@ class Chain(nn.Module):
                 raise TypeError(
                     f"unit {index} must be a torch.nn.Module, got {type(unit).__name__}"
                 )
-            if isinstance(getattr(unit, "_orig_mod", None), Coupling):
+            if isinstance(original_module(unit), Coupling):
                 raise TypeError(
                     f"unit {index} is a compiled coupling, which a chain cannot look into; compile "
                     "its function instead: coupling.f.compile()"
@@ -121,19 +124,19 @@ class Chain(nn.Module):
 
     @property
     def backward(self) -> str:
-        """What is kept for the backward, in a word; may be set at any time."""
+        """Name of the strategy that provides the inputs of the backward; may be set at any time."""
         return self._backward
 
     @backward.setter
-    def backward(self, word: str) -> None:
-        if word not in KEEPS:
+    def backward(self, strategy: str) -> None:
+        if strategy not in KEEPS:
             known = ", ".join(map(repr, KEEPS))
-            raise ValueError(f"backward must be one of {known}, got {word!r}")
-        self._backward = word
+            raise ValueError(f"backward must be one of {known}, got {strategy!r}")
+        self._backward = strategy
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """How residuals are added; may be set, also by name."""
+        """Arithmetic that adds the residuals; may be set, also by name."""
         return self._arithmetic
 
     @arithmetic.setter
@@ -149,7 +152,7 @@ class Chain(nn.Module):
             raise ValueError(f"a unit cannot be called {name!r}: {error.args[0]}") from None
 
     def forward(self, x: Any, /, **side: Any) -> Any:
-        """Run all units on x."""
+        """Run all units on x; every unit receives those of the keywords that it takes."""
         verify_keywords(side, self.takes)
         if torch.compiler.is_compiling() and self._is_plain():
             for in_row, units in self.segments():
@@ -160,26 +163,28 @@ class Chain(nn.Module):
         return _run_eagerly(self, x, side)
 
     def compile(self, **options: Any) -> None:
-        """Compile what the units compute: every coupling's f, in forward and recovery, and others.
+        """Compile the units one by one: every coupling's f, in forward and recovery, and junctions.
 
-        Units that differ in the values of their weights alone share their graphs. The chain itself
-        stays as it is. `options` are those of `torch.compile`.
+        Units that differ only in the values of their weights share their graphs. The chain itself
+        is not compiled. `options` are those of `torch.compile`.
         """
+        from redivider.compile import CompiledArithmetic, compile_units
+
         compile_units(self, **options)
         self.arithmetic = CompiledArithmetic(self.arithmetic, **options)
-        self._auto = Auto()  # what was measured before does not count
+        self._auto = Auto()  # times measured before no longer hold
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The keywords that at least one unit takes."""
+        """Keywords that at least one unit takes."""
         return takes_of(self)
 
     def units(self) -> Iterator[nn.Module]:
-        """The units, in order."""
+        """Iterate over the units, in order."""
         return iter(self)
 
     def segments(self) -> list[tuple[bool, list[tuple[str, nn.Module]]]]:
-        """The units, each with its name in errors: rows of couplings (True) and others (False)."""
+        """Group named units into rows of couplings (True) and runs of other units (False)."""
         groups: list[tuple[bool, list[tuple[str, nn.Module]]]] = []
         for index, (key, unit) in enumerate(self._named_units()):
             in_row = isinstance(unit, Coupling)
@@ -212,12 +217,12 @@ class Chain(nn.Module):
         return f"backward={self.backward!r}, arithmetic={self.arithmetic!r}"
 
     def poll(self) -> None:
-        """Raise or warn of what the device has told so far: faults and drift of earlier steps."""
+        """Raise faults and warn of drift that the device has reported for earlier steps."""
         self._mailbox.poll()
 
-    def settle(self, took: dict[str, float]) -> None:
-        """Let "auto" know how long a step of each way took, in milliseconds."""
-        self._auto.settle(took)
+    def settle(self, times: dict[str, float]) -> None:
+        """Let "auto" choose by these times of a step, in milliseconds by strategy."""
+        self._auto.settle(times)
 
     def _keeps(self) -> tuple[Keep, Keep]:
         return KEEPS[self.backward if torch.is_grad_enabled() else "store"]
@@ -226,18 +231,18 @@ class Chain(nn.Module):
         return self._keeps() == KEEPS["store"] and not self.arithmetic.exact
 
     def _count_step(self) -> float | None:
-        """Count a training step; return the tolerance if drift is to be checked in it."""
+        """Count a training step; return the tolerance if this step checks for drift."""
         if not (self.training and self._keeps()[0] == "nothing" and self.check_every):
             return None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return None  # nobody would read it
+            return None  # a replay has no host to read the result
         self._num_steps += 1
         if (self._num_steps - 1) % self.check_every:
             return None
         return 0.0 if self.arithmetic.exact else self.drift_tolerance
 
 
-# Nodes, generators and rows are not for a compiler to trace: compile f instead.
+# A compiler cannot trace autograd nodes, random generators and rows: compile f instead.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
     for observe in _observers:
@@ -245,36 +250,38 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
     chain._mailbox.poll()
     keep, junctions_keep = chain._keeps()
     exact, drift_tolerance = chain.arithmetic.exact, chain._count_step()
-    way, trial = chain.backward, None
-    if way == "auto" and torch.is_grad_enabled():
+    strategy, trial = chain.backward, None
+    if strategy == "auto" and torch.is_grad_enabled():
         trial = chain._auto.trial(x, chain.training)
-        way = trial.pick()
-    ahead = _make_overlap(way, x)
-    given = ""
+        strategy = trial.pick()
+    ahead = _make_overlap(strategy, x)
+    hint = ""
     for in_row, units in chain.segments():
-        row: tuple[Row, ...] = ()  # what a coupling gets beside its streams: its row, or nothing
+        row: Row | None = None
         if in_row:
             names = [name for name, _ in units]
             with naming(names[0]):
                 x = prepare_streams(x)
                 if not chain._is_plain():
-                    row = (Row(names, keep, chain.arithmetic, chain._mailbox, ahead),)
-                    x = row[0].enter(x, drift_tolerance=drift_tolerance)
+                    row = Row(names, keep, chain.arithmetic, chain._mailbox, ahead)
+                    x = row.enter(x, drift_tolerance=drift_tolerance)
+        # A coupling receives its row beside its streams, and then leaves the work to the row.
+        runner = () if row is None else (row,)
         for name, unit in units:
-            own = taken(unit, side)
-            with naming(name, given):
+            keywords = taken(unit, side)
+            with naming(name, hint):
                 if in_row or junctions_keep == "graph":
-                    x = unit(x, *row, **own)
+                    x = unit(x, *runner, **keywords)
                 else:
-                    x = keep_input(name, unit, (x,), own, exact=exact, ahead=ahead)
-            given = ""
-        for each in row:
+                    x = keep_input(name, unit, (x,), keywords, exact=exact, ahead=ahead)
+            hint = ""
+        if row is not None:
             with naming(units[0][0]):
-                each.verify_complete()
+                row.verify_complete()
         if in_row:
-            given = ", which was given a pair of streams: rd.Fuse makes one tensor of it"
+            hint = ", which was given a pair of streams: rd.Fuse makes one tensor of it"
     if trial is not None:
-        trial.time_backward(way, x)
+        trial.time_backward(strategy, x)
     return x
 
 
@@ -283,7 +290,7 @@ _observers: list[Callable[[Chain], None]] = []
 
 @contextmanager
 def observing(observe: Callable[[Chain], None]) -> Iterator[None]:
-    """Have a function called with every chain that is about to run."""
+    """Call a function with every chain that is about to run."""
     _observers.append(observe)
     try:
         yield
@@ -291,22 +298,26 @@ def observing(observe: Callable[[Chain], None]) -> Iterator[None]:
         _observers.remove(observe)
 
 
-def _make_overlap(way: str, x: Any) -> Overlap | None:
-    if way not in AHEAD or not torch.is_grad_enabled():
+def _make_overlap(strategy: str, x: Any) -> "Overlap | None":
+    if strategy not in OVERLAPPING or not torch.is_grad_enabled():
         return None
-    first = next((each for each in tree_leaves(x) if isinstance(each, torch.Tensor)), None)
-    return Overlap(first.device) if first is not None and first.is_cuda else None
+    first = next((leaf for leaf in tree_leaves(x) if isinstance(leaf, torch.Tensor)), None)
+    if first is None or not first.is_cuda:
+        return None
+    from redivider.backward.overlap import Overlap
+
+    return Overlap(first.device)
 
 
 def name_unit(index: int, unit: nn.Module, key: str = "") -> str:
-    """Index, key and kind of a unit, as errors give them."""
+    """Describe a unit for errors by its index, key and type."""
     inner = f"({type(unit.f).__name__})" if isinstance(unit, Coupling) else ""
     own = f" ({key})" if key not in ("", str(index)) else ""
     return f"unit {index}{own}, {type(unit).__name__}{inner}"
 
 
 def takes_of(units: Iterable[nn.Module]) -> tuple[str, ...]:
-    """The keywords that at least one unit takes."""
+    """Return the keywords that at least one unit takes."""
     return tuple(dict.fromkeys(name for unit in units for name in getattr(unit, "takes", ())))
 
 
@@ -314,12 +325,11 @@ def verify_keywords(side: dict[str, Any], takes: Sequence[str]) -> None:
     """Refuse keywords that no unit takes."""
     for name in side:
         if name not in takes:
-            close = get_close_matches(name, takes, 1)
-            hint = f"did you mean {close[0]!r}?" if close else "see Coupling(f, takes=...)"
+            hint = did_you_mean(name, takes, "see Coupling(f, takes=...)")
             known = list(takes) or "none"
             raise TypeError(f"no unit takes the keyword {name!r}, they take {known}; {hint}")
 
 
 def taken(unit: nn.Module, side: dict[str, Any]) -> dict[str, Any]:
-    """The keywords that this unit takes."""
+    """Return those of the keywords that this unit takes."""
     return {name: side[name] for name in getattr(unit, "takes", ()) if name in side}

@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
@@ -18,48 +18,69 @@ RUNS = Path("runs")
 
 
 class Usage(Exception):
-    """A command that cannot be understood."""
+    """Error in how a command was called."""
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are one line, like all others; `--seed` is not short for `--seeds`."""
+    """Argument parser with one-line errors and without abbreviated options."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong."""
+        """Raise `Usage`, instead of printing the usage and exiting."""
         raise Usage(f"{message}; `{self.prog} --help` shows how")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit status: 2 where a user can mend it."""
+    """Run a command and return its exit status: 2 for an error that the user can fix."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    return run_command(lambda: _dispatch(words), debug="--debug" in words)
+
+
+def run_command(command: Callable[[], int], *, debug: bool) -> int:
+    """Run a command, print its error in one line, and return its exit status.
+
+    Args:
+        command: Returns an exit status.
+        debug: Raise the error, for its traceback.
+    """
     try:
-        given, rest = _make_parser().parse_known_args(words)
-        if rest and given.run not in (train, compare, reproduce):
-            raise Usage(
-                f"unknown argument {rest[0]!r}; `redivider {given.command} --help` shows how"
-            )
-        name = getattr(given, "recipe", None) or getattr(given, "claim", None)
-        goes_on = getattr(given, "resume", None) is not None  # which takes neither
-        if rest and name and not goes_on and words.index(rest[0]) < words.index(name):
-            raise Usage(f"the name comes first: `redivider {given.command} NAME --field value`")
-        status: int = given.run(given, rest)
+        status = command()
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # as in `redivider models | head`
+        # Python flushes stdout once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("redivider: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if "--debug" in words or not _is_for_users(error):
+        if debug or not _is_for_users(error):
             raise
-        if getattr(error, "is_first", True):  # others have heard of it, and one says it
+        if getattr(error, "is_first", True):  # only one of several ranks prints it
             print(f"redivider: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def _dispatch(words: list[str]) -> int:
+    """Parse the command line, and run the subcommand."""
+    if words[:1] == ["reproduce"]:
+        raise Usage(
+            "`redivider reproduce` is now `python experiments/run.py` in a checkout of the "
+            "repository; `redivider --help` lists the commands"
+        )
+    args, rest = _make_parser().parse_known_args(words)
+    # For train and compare the rest are fields of the recipe, which `override` parses.
+    if rest and args.run not in (train, compare):
+        raise Usage(f"unknown argument {rest[0]!r}; `redivider {args.command} --help` shows how")
+    name = getattr(args, "recipe", None)
+    resumes = getattr(args, "resume", None) is not None  # takes neither a name nor fields
+    if rest and name and not resumes and words.index(rest[0]) < words.index(name):
+        raise Usage(f"the name comes first: `redivider {args.command} NAME --field value`")
+    status: int = args.run(args, rest)
+    return status
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -71,10 +92,10 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for run, text in (
-        (train, "train by a recipe: `redivider train quickstart`"),
-        (compare, "train a recipe by several methods, and print them in a table"),
+        (train, "train a recipe: `redivider train quickstart`"),
+        (compare, "train a recipe with several methods, and print a table"),
     ):
-        each = commands.add_parser(
+        command = commands.add_parser(
             run.__name__,
             help=text,
             parents=[shared],
@@ -82,55 +103,41 @@ def _make_parser() -> argparse.ArgumentParser:
             description=f"{text[0].upper()}{text[1:]}. Fields of the recipe follow it: "
             f"`redivider {run.__name__} NAME --help` lists them.",
         )
-        each.add_argument("recipe", nargs="?", help="a name, or recipe.json of a run")
-        each.add_argument("-h", "--help", action="store_true")
-        each.add_argument("--out", type=Path, help="folder of the run; runs/NAME unless given")
-        each.add_argument("--resume", type=Path, metavar="RUN", help="go on with a stopped run")
-        each.set_defaults(run=run, parser=each)
-    each = commands.add_parser("recipes", help="list the recipes", parents=[shared])
-    each.set_defaults(run=recipes)
-    each = commands.add_parser("models", help="list the models and their costs", parents=[shared])
-    each.add_argument("pattern", nargs="*", help='such as "rev_*"; all unless given')
-    each.set_defaults(run=models)
-    each = commands.add_parser("report", help="write a page about runs", parents=[shared])
-    each.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    each.add_argument(
-        "--out", type=Path, help="the page; report.html in the first run unless given"
+        command.add_argument("recipe", nargs="?", help="a name, or recipe.json of a run")
+        # Not argparse's own, because `NAME --help` also lists the fields of the recipe.
+        command.add_argument("-h", "--help", action="store_true")
+        command.add_argument("--out", type=Path, help="folder of the run; default: runs/NAME")
+        command.add_argument("--resume", type=Path, metavar="RUN", help="resume a stopped run")
+        command.set_defaults(run=run, parser=command)
+    command = commands.add_parser("recipes", help="list the recipes", parents=[shared])
+    command.set_defaults(run=recipes)
+    command = commands.add_parser(
+        "models", help="list the models and their costs", parents=[shared]
     )
-    each.set_defaults(run=report)
-    text = "do again what shows whether a claim of the papers holds"
-    each = commands.add_parser(
-        "reproduce",
-        help=text,
-        parents=[shared],
-        description=f"{text[0].upper()}{text[1:]}. Without a name it lists them. What is in the "
-        "folder is not done again, so the same command goes on with what was stopped. Fields of "
-        "recipes may follow, as `redivider train` has them and these runs have alike: "
-        "--epochs 0.02 for a trial.",
-    )
-    each.add_argument("claim", nargs="?", help="its name")
-    each.add_argument("--only", nargs="+", default=[], metavar="RUN", help="some of its runs")
-    each.add_argument("--seeds", type=int, default=1, help="train with so many, from 0 on")
-    each.add_argument("--out", type=Path, help="folder of its runs; runs/reproduce/NAME if not set")
-    each.set_defaults(run=reproduce)
+    command.add_argument("pattern", nargs="*", help='such as "rev_*"; default: all')
+    command.set_defaults(run=models)
+    command = commands.add_parser("report", help="write a page about runs", parents=[shared])
+    command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    command.add_argument("--out", type=Path, help="the page; default: report.html in the first run")
+    command.set_defaults(run=report)
     return parser
 
 
-def train(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Train by a recipe, or go on with a run."""
-    recipe, where = _prepare(given, rest)
+def train(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Train a recipe, or resume a run."""
+    recipe, destination = _prepare(args, rest)
     if recipe.compare:
-        return _compare(recipe, where)
+        return _compare(recipe, destination)
     from redivider.pipeline.runners.process_group import is_last_rank, leave
     from redivider.train.loop import Stopped
     from redivider.train.loop import train as run
 
     try:
-        result = run(recipe, **where)
+        result = run(recipe, **destination)
     except Stopped as stopped:
         if not is_last_rank():
             return 130
-        return _say_how_to_go_on(stopped.folder, str(stopped))
+        return _print_how_to_resume(stopped.folder, str(stopped))
     leave()
     if not is_last_rank():
         return 0
@@ -141,158 +148,128 @@ def train(given: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def compare(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Train by several methods; print a table, and write a report."""
+def compare(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Train with several methods, print a table and write a report."""
     from redivider.train.recipe import COMPARED
 
-    if any(each.partition("=")[0] == "--method" for each in rest):
+    if any(word.partition("=")[0] == "--method" for word in rest):
         raise Usage("a comparison is by --compare METHOD ...; `redivider train` takes one --method")
-    recipe, where = _prepare(given, rest)
-    if not recipe.compare and where["resume"]:
+    recipe, destination = _prepare(args, rest)
+    if not recipe.compare and destination["resume"]:
         raise Usage(
-            f"{where['folder']} is no comparison; `redivider train --resume` goes on with it"
+            f"{destination['folder']} is no comparison; `redivider train --resume` goes on with it"
         )
-    return _compare(recipe if recipe.compare else replace(recipe, compare=COMPARED), where)
+    return _compare(recipe if recipe.compare else replace(recipe, compare=COMPARED), destination)
 
 
-def recipes(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print a line for each recipe."""
+def recipes(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print one line per recipe."""
     from redivider.train.recipes import RECIPES
 
     width = max(map(len, RECIPES))
     for name, make in RECIPES.items():
-        each = make()
-        methods = ", ".join(each.compare) if each.compare else each.method
-        what = f"{each.model} on {each.data} by {methods}, {each.epochs:g} epochs"
-        print(f"{name:{width}}  {what}, {each.microbatch} x {each.accumulate} samples an update")
+        recipe = make()
+        methods = ", ".join(recipe.compare) if recipe.compare else recipe.method
+        text = f"{recipe.model} on {recipe.data} by {methods}, {recipe.epochs:g} epochs"
+        samples = f"{recipe.microbatch} x {recipe.accumulate} samples an update"
+        print(f"{name:{width}}  {text}, {samples}")
     return 0
 
 
-def models(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print a row for each model that matches a pattern."""
+def models(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print one row per model that matches a pattern."""
     from redivider.models.options import OptionError
     from redivider.models.summary import print_models
 
     try:
-        print_models(given.pattern or ["*"])
+        print_models(args.pattern or ["*"])
     except OptionError as error:
         raise Usage(str(error)) from None
     return 0
 
 
-def report(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Write a page about runs; the folder of a comparison stands for all of its runs."""
+def report(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Write a page about runs; the folder of a comparison stands for all its runs."""
     from redivider.train.report import write_report
     from redivider.train.runs import LOG
 
     runs = []
-    for each in given.runs:
-        inside = sorted(path.parent for path in each.glob(f"*/{LOG}"))
-        runs += inside if inside and not (each / LOG).exists() else [each]
-    out = given.out or given.runs[0] / "report.html"
+    for folder in args.runs:
+        inside = sorted(path.parent for path in folder.glob(f"*/{LOG}"))
+        runs += inside if inside and not (folder / LOG).exists() else [folder]
+    out = args.out or args.runs[0] / "report.html"
     write_report(runs, out)
     print(out)
     return 0
 
 
-def reproduce(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    """List the claims, or do again what shows one, and print a table."""
-    from redivider.reproduce.claims import CLAIMS, get_claim
-
-    if given.claim is None:
-        if rest or given.only or given.out:
-            raise Usage("which claim? `redivider reproduce` lists them")
-        for each in CLAIMS:
-            how = f"{len(each.runs)} trainings" if each.runs else "measured"
-            print(f"{each.name:12}{how:14}{each.says}")
-        print("\n`--only RUN ...` takes some of these:")
-        for each in CLAIMS:
-            if each.runs:
-                print(f"{each.name:12}{' '.join(run.name for run in each.runs)}")
-        return 0
-    claim = get_claim(given.claim)
-    if given.seeds < 1:
-        raise Usage(f"--seeds must be 1 or more, got {given.seeds}")
-    folder = given.out or RUNS / "reproduce" / claim.name
-    from redivider.reproduce.command import reproduce as run
-    from redivider.reproduce.trainings import RESULTS
-    from redivider.train.loop import Stopped
-
-    try:
-        print(run(claim, folder, only=given.only, seeds=given.seeds, fields=rest))
-    except Stopped as stopped:
-        print(f"redivider: {stopped}; go on with the same command", file=sys.stderr)
-        return 130
-    print(f"\n{shlex.quote(str(folder / RESULTS))}")
-    return 0
-
-
-class Where(TypedDict):
-    """Where a run goes, as `train` and `compare` take it."""
+class Destination(TypedDict):
+    """Folder of a run and how to open it: keyword arguments of `train` and `compare`."""
 
     folder: Path
     resume: bool
     numbered: bool
 
 
-def _prepare(given: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, Where]":
-    """The recipe of a command, and where its run goes."""
+def _prepare(args: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, Destination]":
+    """Return the recipe of a command, and the destination of its run."""
     from redivider.train.fields import override
     from redivider.train.recipe import read_recipe
     from redivider.train.recipes import get_recipe
     from redivider.train.runs import RECIPE
     from redivider.train.torchrun import is_restart
 
-    if given.resume is not None:
-        if given.recipe or rest or given.out:
+    if args.resume is not None:
+        if args.recipe or rest or args.out:
             raise Usage("--resume takes the run as it is: no recipe, no fields, no --out")
-        where = Where(folder=given.resume, resume=True, numbered=False)
-        return read_recipe(given.resume / RECIPE), where
-    if given.recipe is None:
-        if given.help:
-            given.parser.print_help()
+        destination = Destination(folder=args.resume, resume=True, numbered=False)
+        return read_recipe(args.resume / RECIPE), destination
+    if args.recipe is None:
+        if args.help:
+            args.parser.print_help()
             raise SystemExit(0)
         raise Usage("which recipe? `redivider recipes` lists them; quickstart is one")
-    if (Path(given.recipe) / RECIPE).exists():
-        name = shlex.quote(given.recipe)
+    if (Path(args.recipe) / RECIPE).exists():
+        name = shlex.quote(args.recipe)
         raise Usage(
             f"{name} is a run; `redivider train --resume {name}` goes on with it, and `redivider "
             f"train {name}/{RECIPE}` begins another one like it"
         )
-    is_file = given.recipe.endswith(".json")
-    recipe = read_recipe(Path(given.recipe)) if is_file else get_recipe(given.recipe)
-    recipe = override(recipe, ["--help"] if given.help else rest)
-    if given.out is not None and (given.out / RECIPE).exists() and not is_restart():
-        name = shlex.quote(str(given.out))
+    is_file = args.recipe.endswith(".json")
+    recipe = read_recipe(Path(args.recipe)) if is_file else get_recipe(args.recipe)
+    recipe = override(recipe, ["--help"] if args.help else rest)
+    # torchrun repeats the command when it restarts failed processes; the run then resumes.
+    if args.out is not None and (args.out / RECIPE).exists() and not is_restart():
+        name = shlex.quote(str(args.out))
         raise Usage(
             f"{name} holds a run already; go on with it by `redivider train --resume {name}`, "
             "or take another folder"
         )
-    folder = given.out or RUNS / recipe.name
-    return recipe, Where(folder=folder, resume=False, numbered=given.out is None)
+    folder = args.out or RUNS / recipe.name
+    return recipe, Destination(folder=folder, resume=False, numbered=args.out is None)
 
 
-def _compare(recipe: "Recipe", where: Where) -> int:
+def _compare(recipe: "Recipe", destination: Destination) -> int:
     from redivider.train.compare import REPORT, table
     from redivider.train.compare import compare as run
     from redivider.train.loop import Stopped
 
     try:
-        folder, rows = run(recipe, **where)
+        folder, rows = run(recipe, **destination)
     except Stopped as stopped:
-        return _say_how_to_go_on(stopped.folder, str(stopped))
+        return _print_how_to_resume(stopped.folder, str(stopped))
     print(f"\n{table(rows)}\n\nopen in a browser: {folder / REPORT}")
     return 0
 
 
-def _say_how_to_go_on(folder: Path, what: str) -> int:
-    again = f"redivider train --resume {shlex.quote(str(folder))}"
-    print(f"redivider: {what}; go on with: {again}", file=sys.stderr)
+def _print_how_to_resume(folder: Path, reason: str) -> int:
+    command = f"redivider train --resume {shlex.quote(str(folder))}"
+    print(f"redivider: {reason}; go on with: {command}", file=sys.stderr)
     return 130
 
 
 def _is_for_users(error: Exception) -> bool:
-    """Whether an error says what a user can do, and not that something is broken here."""
+    """Return True if the error tells the user what to do, False if it is a bug."""
     from redivider.errors import PipelineError
     from redivider.train.errors import TrainError
 

@@ -1,40 +1,46 @@
-"""Errors that say which unit they come from, and which package is missing."""
+"""Errors that name the unit they come from, or the package that is missing."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib import import_module
 from types import TracebackType
 from typing import Any
 
 
 class UnitError(ValueError):
-    """A unit does what it must not, or is given what it cannot take."""
+    """Error of a unit that does what it must not, or receives what it cannot take."""
 
 
 class CaptureError(RuntimeError):
-    """A step that cannot be captured, or a captured one that cannot be run so."""
+    """Error of a step that cannot be captured, or of a captured step that cannot be replayed."""
 
 
 class PipelineError(RuntimeError):
-    """A pipeline over several processes cannot go on; the message names the rank that failed."""
+    """Failure of a pipeline over several processes; the message names the rank that failed."""
 
     is_first = False
-    """Whether no other process has said so before."""
+    """True if no other process has reported it before."""
     is_told = False
-    """Whether it has been reported to the other processes."""
+    """True once it has been reported to the other processes."""
 
 
 class ChangedError(RuntimeError):
-    """Something that the backward needs was changed since the forward."""
+    """Error of a backward whose weights, arguments or buffers changed after the forward."""
 
 
 class naming:
-    """Put the unit's name before our own errors, and beside everyone else's.
+    """Context manager that puts a unit's name into errors.
 
-    Entered twice for every unit of a step: as a generator it would take longer. What the unit was
-    `given` is told beside errors about the kind of it.
+    Our own errors begin with the name; all others get it as a note. It is a class because every
+    unit of a step enters it twice, and a generator would take longer.
+
+    Args:
+        unit: Index and name of the unit.
+        hint: Text for the note of a TypeError or AttributeError, which may come from the input.
     """
 
-    def __init__(self, unit: str, given: str = "") -> None:
-        self._unit, self._given = unit, given
+    def __init__(self, unit: str, hint: str = "") -> None:
+        self._unit, self._hint = unit, hint
 
     def __enter__(self) -> None:
         pass
@@ -48,8 +54,8 @@ class naming:
         if isinstance(error, UnitError | ChangedError):
             raise type(error)(f"{self._unit}: {error}") from error.__cause__
         if isinstance(error, Exception):
-            is_of_kind = isinstance(error, TypeError | AttributeError)
-            error.add_note(f"in {self._unit}" + (self._given if is_of_kind else ""))
+            may_be_input = isinstance(error, TypeError | AttributeError)
+            error.add_note(f"in {self._unit}" + (self._hint if may_be_input else ""))
 
 
 def require(module: str, purpose: str, extra: str = "train") -> Any:
@@ -58,7 +64,7 @@ def require(module: str, purpose: str, extra: str = "train") -> Any:
         return import_module(module)
     except ImportError as error:
         if error.name is None or module.partition(".")[0] != error.name.partition(".")[0]:
-            raise  # the package is there, and broken: its own error says more
+            raise  # the package is installed but broken: its own error says more
         raise ImportError(missing(module, purpose, extra), name=module) from None
 
 
@@ -67,3 +73,17 @@ def missing(module: str, purpose: str, extra: str = "train") -> str:
     top = module.partition(".")[0]
     package = {"PIL": "pillow", "sklearn": "scikit-learn"}.get(top, top)
     return f'{purpose} needs {package}; pip install "redivider[{extra}]"'
+
+
+def writes_error() -> UnitError:
+    """Return the error for an f that changes its input or parameters in place."""
+    return UnitError(
+        "f writes into its own input or parameters, which others still need; leave out "
+        "inplace=True where f begins"
+    )
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return a question with the closest known name, or `otherwise` if none is close."""
+    close = get_close_matches(name, list(known), 1)
+    return f"did you mean {close[0]!r}?" if close else otherwise

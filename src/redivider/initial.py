@@ -1,7 +1,7 @@
-"""First weights: a function of a seed and the unit's name, and of nothing else.
+"""Initial weights: a function of the seed and the unit's name, and of nothing else.
 
-A process that holds some units of a model gives them the very weights that they have in the whole
-one, whatever else was built before, on whatever device: they are drawn on the CPU, unit by unit.
+A process that holds part of a model draws the same weights for it as one that holds the whole
+model. They are drawn on the CPU, unit by unit, whatever the device and whatever was built before.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from redivider.replay.random import mix_seeds, seeded
 def materialise(
     units: Mapping[str, nn.Module] | nn.Module, *, seed: int, device: torch.device | str = "cpu"
 ) -> None:
-    """Give units memory on a device, and their first weights; parameters that are shared stay so.
+    """Allocate units on a device and draw their initial weights; shared parameters stay shared.
 
     A shared parameter is drawn with the first unit that has it, so a subset must hold that one.
 
     Args:
-        units: By name, or a chain; best built on the meta device, where they take no memory.
-        seed: Of all of them.
-        device: Where they are to be.
+        units: Units by name, or a chain; best built on the meta device, where they take no memory.
+        seed: Seed of the whole model.
+        device: Device of the weights.
     """
     if isinstance(units, nn.Module):
         units = dict(units.named_children())
@@ -41,7 +41,7 @@ def materialise(
 
 
 def _draw(unit: nn.Module) -> None:
-    """Let every module draw its own weights; a parent comes after its children, and may correct."""
+    """Let every module draw its own weights: children first, so that a parent may change theirs."""
     for name, module in reversed(list(unit.named_modules())):
         reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if callable(reset):
@@ -57,7 +57,7 @@ Place = tuple[nn.Module, str]
 
 
 def _find_ties(units: Mapping[str, nn.Module]) -> dict[Place, Place]:
-    """Where a parameter occurs again, and where it occurred first."""
+    """Map every repeated place of a parameter to its first place."""
     first: dict[int, Place] = {}
     ties: dict[Place, Place] = {}
     for unit in units.values():

@@ -1,4 +1,4 @@
-"""How streams begin and end: the junctions that every reversible network has.
+"""Junctions that begin and end the streams of a reversible network.
 
 A junction is any module that is not a coupling. These three make a pair of streams out of one
 tensor, and one tensor out of a pair.
@@ -14,15 +14,15 @@ FUSIONS = ("concat", "add", "mean", "first", "second")
 
 
 class Duplicate(nn.Module):
-    """x -> (x, x): both streams begin alike, as in Rev-ViT."""
+    """Junction x -> (x, x): both streams begin alike, as in Rev-ViT."""
 
     def forward(self, x: Tensor) -> Streams:
-        """Copy nothing: both streams are x itself, and no unit changes a stream in place."""
+        """Return x twice, without a copy: no unit changes a stream in place."""
         return x, x
 
 
 class Split(nn.Module):
-    """x -> its two halves along a dimension: channels (1) in RevNet, features (-1) elsewhere."""
+    """Junction x -> its two halves along `dim`: channels (1) in RevNet, features (-1) elsewhere."""
 
     def __init__(self, *, dim: int = -1) -> None:
         super().__init__()
@@ -42,7 +42,12 @@ class Split(nn.Module):
 
 
 class Fuse(nn.Module):
-    """(a, b) -> one tensor: "concat" along a dimension, "add", "mean", or one of the streams."""
+    """Junction (a, b) -> one tensor: "concat", "add", "mean", or one of the streams.
+
+    Args:
+        how: "concat", "add", "mean", "first" or "second".
+        dim: The dimension of "concat".
+    """
 
     def __init__(self, how: str = "concat", *, dim: int = -1) -> None:
         super().__init__()

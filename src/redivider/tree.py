@@ -1,4 +1,4 @@
-"""Structures of tensors: tuples, lists and dictionaries, as modules take and give them."""
+"""Nested tuples, lists and dictionaries of tensors, as modules take and return them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """All of them, in order; most structures are one tensor, which needs no walk."""
-    if isinstance(tree, Tensor):
+    """Return all tensors of a nested structure, in order."""
+    if isinstance(tree, Tensor):  # the usual case, which needs no walk
         return [tree]
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

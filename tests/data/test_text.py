@@ -111,7 +111,7 @@ def test_a_vocabulary_is_learnt_once_for_each_text_and_size(tmp_path, monkeypatc
     assert kept.startswith("bpe-280-") and kept.endswith(".json")
     written = (tmp_path / kept).read_bytes()
     with monkeypatch.context() as m:
-        m.setattr(module, "beside", None)  # would be called to write
+        m.setattr(module, "atomic_write", None)  # would be called to write
         again = load("text", train=True, folder=tmp_path, tokens=280)
     assert torch.equal(first.tokens, again.tokens)
     (tmp_path / kept).unlink()

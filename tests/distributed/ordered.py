@@ -150,6 +150,11 @@ class Ordered(dist.ProcessGroup):
         for work in self._works:
             work.end()
 
+    def shutdown(self) -> None:
+        """Wait until everything has left, as NCCL does when a group is destroyed."""
+        for _, work in self._leaving:
+            work.wait()
+
     def getBackendName(self) -> str:
         return "ordered"
 

@@ -27,7 +27,7 @@ def meet(name: str) -> int | None:
 
 
 def step_or_die(self, *given, **side):
-    tick = self._first + self._entered
+    tick = self.in_flight.next
     if tick == meet("VICTIM"):
         Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -12,7 +12,7 @@ from networks import MLP, Reading
 from torch import nn
 
 import redivider as rd
-from redivider.pipeline.runners.captured import Concurrent
+from redivider.pipeline.runners.captured import CapturedRunner
 from redivider.pipeline.runners.cuda_graphs import CudaGraphs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -78,7 +78,7 @@ def test_captured_ticks_are_the_eager_ones(accumulate):
         for m, c in zip(models, (True, False), strict=True)
     ]
     losses = [run(pipe, 200) for pipe in pipes]
-    assert pipes[0]._concurrent.is_active
+    assert pipes[0]._captured.is_active
     assert torch.equal(*losses)
     assert equal(*models)
     state = pipes[0].state_dict()
@@ -117,7 +117,7 @@ def test_revnet(accumulate, dtype):
     ]
     with same_kernels(), torch.autocast("cuda", dtype, enabled=dtype is not None):
         losses = [run(pipe, 200, images=True) for pipe in pipes]
-        assert pipes[0]._concurrent.is_active
+        assert pipes[0]._captured.is_active
         assert torch.equal(*losses)
         assert equal(*models)
         state = pipes[0].state_dict()
@@ -141,7 +141,7 @@ def test_compiled():
         if compiled:
             pipe.compile(dynamic=False)
         found.append(run(pipe, 60))
-        assert not capture or pipe._concurrent.is_active
+        assert not capture or pipe._captured.is_active
     assert torch.equal(*found[:2])
     assert torch.allclose(found[0][:10], found[2][:10], rtol=1e-3)
 
@@ -164,7 +164,7 @@ def test_options(options):
         for m, c in zip(models, (True, False), strict=True)
     ]
     losses = [run(pipe, 100) for pipe in pipes]
-    assert pipes[0]._concurrent.is_active
+    assert pipes[0]._captured.is_active
     assert torch.equal(*losses)
     assert equal(*models)
 
@@ -181,7 +181,7 @@ def test_an_optimizer_that_chose_nothing_is_fused():
             ),
         )
         run(pipe, 30)
-        chosen.append(pipe._concurrent is not None and pipe._concurrent.is_active)
+        chosen.append(pipe._captured is not None and pipe._captured.is_active)
     assert chosen == [True, False]
 
 
@@ -199,7 +199,7 @@ def test_what_cannot_be_captured_stays_eager_and_is_said(caplog):
     # And the next one can be captured.
     pipe = make(tokens_model(), capture=True)
     run(pipe, 60)
-    assert pipe._concurrent.is_active
+    assert pipe._captured.is_active
 
 
 class Sleepy(CudaGraphs):
@@ -215,16 +215,16 @@ class Sleepy(CudaGraphs):
 @pytest.mark.timeout(300)
 def test_random_delays_in_branches_change_nothing():
     pipe = make(tokens_model(), capture=True)
-    pipe._concurrent = Concurrent(pipe, partial(Sleepy, torch.device("cuda")))
+    pipe._captured = CapturedRunner(pipe, partial(Sleepy, torch.device("cuda")))
     plain = make(tokens_model(), capture=False)
     for trial in range(100):
         # Another state and other inputs each time: what is left of the last trial is wrong.
         plain.load_state_dict(pipe.state_dict())
         losses = [run(each, 24, 24 * trial) for each in (pipe, plain)]
-        assert pipe._concurrent.is_active
+        assert pipe._captured.is_active
         assert torch.equal(*losses)
-        pipe._concurrent.leave()
-        pipe._concurrent.forget()
+        pipe._captured.leave()
+        pipe._captured.forget()
 
 
 @pytest.mark.parametrize("capture", [True, False])
@@ -236,7 +236,7 @@ def test_inputs_may_come_from_the_host(capture):
         torch.cuda._sleep(1_000_000)  # a tick that is still running when the next input comes
         ticks = [pipes[0].step(x, y), pipes[1].step(x.cpu().pin_memory(), y.cpu())]
         assert ticks[0].loss is None or torch.equal(ticks[0].loss, ticks[1].loss)
-    assert pipes[1]._concurrent is None or pipes[1]._concurrent.is_active
+    assert pipes[1]._captured is None or pipes[1]._captured.is_active
     assert equal(*models)
 
 
@@ -261,14 +261,14 @@ def test_other_threads_may_go_on_while_ticks_are_recorded():
     finally:
         done.set()
         thread.join()
-    assert pipe._concurrent.is_active
+    assert pipe._captured.is_active
     assert not faults
 
 
 def test_a_step_waits_for_nothing():
     pipe = make(tokens_model(), capture=True)
     run(pipe, 30)
-    assert pipe._concurrent.is_active
+    assert pipe._captured.is_active
     batches = [batch(index) for index in range(20)]
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -15,7 +15,7 @@ from oracle import gradients, run_plainly, weigh, worst_error
 from torch import nn
 
 import redivider as rd
-from redivider.overlap import CudaLanes, Overlap
+from redivider.backward.overlap import CudaLanes, Overlap
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -76,7 +76,7 @@ def test_inputs_that_do_not_fit_say_so():
     with pytest.raises(ValueError, match="17 tokens are more than the 16"):
         gpt(torch.zeros(1, 17, dtype=torch.long))
 
-    with pytest.raises(ValueError, match=r"it takes \(batch, tokens\), got 1 dim"):
+    with pytest.raises(ValueError, match=r"must have shape \(batch, tokens\), got 1 dim"):
         gpt(torch.zeros(8, dtype=torch.long))
 
 

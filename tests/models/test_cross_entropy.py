@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
 from models.families import TEXT
-from redivider.footprint import Live
+from redivider.checks.memory import Live
 
 
 def setting(bias=True, tokens=(3, 7), width=5, words=11):
@@ -169,7 +169,7 @@ def test_wrong_shapes_and_heads_are_refused():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    with pytest.raises(TypeError, match=r"that computes what it does, got Lora"):
+    with pytest.raises(TypeError, match=r"forward is not overridden, got Lora"):
         rd.ChunkedCrossEntropy(Lora(5, 11))
     with pytest.raises(ValueError, match="chunk must be a number of tokens, 1 or more, got 0"):
         rd.ChunkedCrossEntropy(head, chunk=0)

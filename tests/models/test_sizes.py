@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
 from models.families import EACH
-from redivider.footprint import Live
+from redivider.checks.memory import Live
 from redivider.models.catalogue import resolve
 from redivider.models.summary import Fused, _Counter, summarise
 

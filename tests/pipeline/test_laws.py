@@ -14,7 +14,7 @@ from torch import nn
 import redivider as rd
 from pipeline.reference import METHODS
 from pipeline.test_state import equal
-from redivider.pipeline.stages.unit import accumulate
+from redivider.pipeline.stages.gradients import accumulate
 
 WIDTH = 4
 
@@ -94,7 +94,7 @@ def test_nothing_is_lost_repeated_or_reordered_and_saving_changes_nothing(data):
         losses += [tick.loss for tick in flushed]
         assert pipe.num_in_flight == 0
         assert not any(unit.kept for stage in pipe.stages for unit in stage.units)
-        assert not any((*pipe._up, *pipe._down))
+        assert not any((*pipe.in_flight.up, *pipe.in_flight.down))
         assert not any(
             u.weights.stash.copies for s in pipe.stages for u in s.units if u.weights.stash
         )

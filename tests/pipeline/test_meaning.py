@@ -13,7 +13,7 @@ from torch import nn
 import redivider as rd
 from pipeline.reference import METHODS
 from pipeline.test_trajectory import CUTS, batches, network
-from redivider.pipeline.schedule import delay
+from redivider.pipeline.schedule import Schedule
 
 
 class Spy(torch.optim.SGD):
@@ -101,11 +101,11 @@ def test_one_stage_is_plain_training(method, arithmetic, accumulate):
 
 class Watched(rd.Pipeline):
     def _forward(self, j, n):
-        self.when["F", j, n] = self._tick
+        self.when["F", j, n] = self.in_flight.tick
         return super()._forward(j, n)
 
     def _backward(self, j, n):
-        self.when["B", j, n] = self._tick
+        self.when["B", j, n] = self.in_flight.tick
         return super()._backward(j, n)
 
 
@@ -117,7 +117,7 @@ def test_the_delay_of_a_stage(latency):
         pipe.step(x, target)
     for j in range(5):
         delays = {pipe.when["B", j, n] - pipe.when["F", j, n] for n in range(8)}
-        assert delays == {delay(j, 5, latency)} == {2 * latency * (4 - j)}
+        assert delays == {Schedule(5, latency).delay(j)} == {2 * latency * (4 - j)}
 
 
 RUNS = {"petra": 2, "dsp": 2, "delayed": 2, "delayed-graph": 1, "exact-inverse": 2}
@@ -195,16 +195,16 @@ def test_what_is_held_between_ticks(method):
         for unit in stage.units:
             values = [kept.value for kept in unit.kept.values() if kept.value is not None]
             graphs = [kept.run for kept in unit.kept.values() if kept.run is not None]
-            reverses = unit.is_coupling and method in (
+            reverses = isinstance(unit.module, rd.Coupling) and method in (
                 "petra",
                 "exact-inverse",
                 "approximate-input",
             )
-            assert len(values) == (0 if reverses else delay(j, 5)), unit.name
-            assert len(graphs) == (delay(j, 5) if method == "delayed-graph" else 0)
+            assert len(values) == (0 if reverses else Schedule(5).delay(j)), unit.name
+            assert len(graphs) == (Schedule(5).delay(j) if method == "delayed-graph" else 0)
             if reverses:
                 assert not any(kept.record.state_dict()["buffers"] for kept in unit.kept.values())
-    assert pipe.num_in_flight == delay(0, 5)
+    assert pipe.num_in_flight == Schedule(5).num_in_flight
 
 
 def normed(seed: int = 0) -> rd.Chain:

@@ -8,7 +8,7 @@ import torch
 
 from redivider.pipeline.runners.exchange import Mail
 from redivider.pipeline.runners.transport import Post, _on
-from redivider.pipeline.schedule import actions, num_ticks, received, sent
+from redivider.pipeline.schedule import Schedule
 from redivider.pipeline.stages.compression import Packing
 
 
@@ -23,12 +23,12 @@ def spreads(stages: int):
 @pytest.mark.parametrize("stages", range(2, 7))
 def test_the_batches_of_neighbours_mirror_each_other(stages, latency):
     """In every tick, for every spread of the stages, until the pipeline is empty again."""
+    schedule = Schedule(stages, latency)
     for entered in (1, 2 * stages):
-        for t in range(num_ticks(entered, stages, latency) + 1):
+        for t in range(schedule.num_ticks(entered) + 1):
             for spread in spreads(stages):
-                schedule = (stages, latency, entered)
-                out = [sent(t, own, *schedule) for own in spread]
-                into = [received(t, own, *schedule) for own in spread]
+                out = [schedule.sent(t, own, entered) for own in spread]
+                into = [schedule.received(t, own, entered) for own in spread]
                 for place in range(len(spread) - 1):
                     ups = [leg for leg in out[place] if leg.way == "up"]
                     downs = [leg for leg in out[place + 1] if leg.way == "down"]
@@ -43,18 +43,17 @@ def test_the_batches_of_neighbours_mirror_each_other(stages, latency):
 
 @pytest.mark.parametrize("latency", [1, 2, 3])
 def test_a_message_is_read_a_latency_after_its_tick(latency):
-    stages, entered = 4, 9
-    own = range(1, 3)
-    for t in range(num_ticks(entered, stages, latency)):
-        for way, stage, microbatch in received(t, own, stages, latency, entered):
+    schedule, own, entered = Schedule(4, latency), range(1, 3), 9
+    for t in range(schedule.num_ticks(entered)):
+        for way, stage, microbatch in schedule.received(t, own, entered):
             kind = "F" if way == "up" else "B"
-            due = actions(t + latency, stages, latency, entered)
+            due = schedule.actions(t + latency, entered)
             assert (kind, stage, microbatch) in due
 
 
 def test_a_tick_that_sends_something_else_is_refused():
     team = SimpleNamespace(batches=True, place=0, is_last=True)
-    mail = Mail(team, range(1), 2, 1, Packing(None), torch.device("cpu"))
+    mail = Mail(team, range(1), Schedule(2), Packing(None), torch.device("cpu"))
     with pytest.raises(RuntimeError, match="defect"):
         mail.exchange(0, 1)  # without the message to stage 1
 

@@ -159,7 +159,7 @@ def test_tensors_come_back_as_they_lay(method, channels_last, tmp_path):
         )
 
     def strides(pipe):
-        inboxes = [*pipe._up, *pipe._down]
+        inboxes = [*pipe.in_flight.up, *pipe.in_flight.down]
         trees = [(each.flow.value, each.grads) for inbox in inboxes for each in inbox.values()]
         kept = [each.value for unit in pipe._units.values() for each in unit.kept.values()]
         grads = [each.grad for each in pipe._chain.parameters()]
@@ -171,7 +171,7 @@ def test_tensors_come_back_as_they_lay(method, channels_last, tmp_path):
     pipe, other = build_images(), build_images()
     for n in range(13):
         pipe.step(*images(n))
-    for inbox in (*pipe._up, *pipe._down):
+    for inbox in (*pipe.in_flight.up, *pipe.in_flight.down):
         for each in inbox.values():
             assert all(
                 is_dense(t) for t in tree_leaves((each.flow.value, each.grads)) if t is not None
@@ -367,10 +367,13 @@ DIFFER = {
         r"other groups of parameters .* of \[1, 1\] tensors, and there of \[2\]",
     ),
     "frozen": (lambda: plain(frozen=True), "stage 0 is none, and in the state SGD"),
-    "dtype": (lambda: plain(dtype=torch.float64), "weight is float32 of .* in it, and float64"),
+    "dtype": (
+        lambda: plain(dtype=torch.float64),
+        "weight is float32 of .* in the state, and float64",
+    ),
     "loss": (
         lambda: plain(loss=nn.CrossEntropyLoss(weight=torch.ones(3))),
-        "the loss is another .* weight is not there in it, and float32",
+        "the loss differs .* weight is not there in the state, and float32",
     ),
     "kind": (
         lambda: plain(optimizer=lambda stage: torch.optim.Rprop(stage.parameters())),

@@ -13,7 +13,7 @@ from torch import nn
 
 import redivider as rd
 from redivider.pipeline.diagnostics import timeline
-from redivider.pipeline.schedule import Action, actions, delay, num_ticks
+from redivider.pipeline.schedule import Action, Schedule
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -52,10 +52,11 @@ sizes = {"stages": st.integers(1, 7), "latency": st.integers(1, 4), "number": st
 
 @given(**sizes)
 def test_every_micro_batch_passes_every_stage_once_in_order(stages, latency, number):
-    ticks = num_ticks(number, stages, latency)
+    schedule = Schedule(stages, latency)
+    ticks = schedule.num_ticks(number)
     when = {}
     for t in range(ticks + 5):
-        for action in actions(t, stages, latency, number):
+        for action in schedule.actions(t, number):
             assert action not in when
             when[action] = t
     expected = {Action(k, j, n) for k in "FB" for j in range(stages) for n in range(number)}
@@ -63,7 +64,7 @@ def test_every_micro_batch_passes_every_stage_once_in_order(stages, latency, num
     assert max(when.values(), default=-1) == ticks - 1
     for n in range(number):
         for j in range(stages):
-            assert when["B", j, n] - when["F", j, n] == delay(j, stages, latency)
+            assert when["B", j, n] - when["F", j, n] == schedule.delay(j)
             if j:
                 assert when["F", j, n] - when["F", j - 1, n] == latency
                 assert when["B", j - 1, n] - when["B", j, n] == latency
@@ -73,8 +74,9 @@ def test_every_micro_batch_passes_every_stage_once_in_order(stages, latency, num
 
 @given(**sizes)
 def test_a_stage_does_at_most_one_forward_and_one_backward_a_tick(stages, latency, number):
-    for t in range(num_ticks(number, stages, latency)):
-        found = [(kind, j) for kind, j, _ in actions(t, stages, latency, number)]
+    schedule = Schedule(stages, latency)
+    for t in range(schedule.num_ticks(number)):
+        found = [(kind, j) for kind, j, _ in schedule.actions(t, number)]
         assert len(found) == len(set(found))
         assert found == sorted(found, key=lambda pair: (pair[1], pair[0] == "B"))
 
@@ -105,7 +107,9 @@ def test_measured_spans_are_of_what_was_done(tmp_path):
             pipe.step(torch.randn(2, 5), torch.tensor([0, 1]))
         pipe.flush()
     pipe.step(torch.randn(2, 5), torch.tensor([0, 1]))
-    assert list(spans) == [a for t in range(num_ticks(4, 3)) for a in actions(t, 3, 1, 4)]
+    assert list(spans) == [
+        a for t in range(Schedule(3).num_ticks(4)) for a in Schedule(3).actions(t, 4)
+    ]
     assert all(start < end for start, end in spans.values())
     timeline.write_chrome_trace(tmp_path / "trace.json", spans)
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == 24 + 3

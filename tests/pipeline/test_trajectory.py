@@ -11,7 +11,7 @@ from torch import nn
 
 import redivider as rd
 from pipeline.reference import METHODS, Reference
-from redivider.footprint import Live
+from redivider.checks.memory import Live
 from redivider.pipeline.stages.lookahead import predict
 
 SLOW = pytest.mark.slow
@@ -321,7 +321,7 @@ def test_weights_in_a_stash_do_not_move(method):
         stashed = [
             w for unit in pipe_units for each in unit.weights.stash.copies.values() for w in each
         ]
-        assert stashed or pipe._tick < 25
+        assert stashed or pipe.in_flight.tick < 25
         assert not any(id(each) in own for each in stashed)
 
 
@@ -374,8 +374,8 @@ class OneOff(rd.Pipeline):
 
     def _forward(self, j, n):
         if j == 1:
-            flow = self._up[j][n].flow
-            self._up[j][n].flow, self.earlier = self.earlier or flow, flow
+            flow = self.in_flight.up[j][n].flow
+            self.in_flight.up[j][n].flow, self.earlier = self.earlier or flow, flow
         return super()._forward(j, n)
 
 

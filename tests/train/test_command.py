@@ -182,15 +182,6 @@ def test_a_damaged_checkpoint_is_passed_over(capsys, caplog):
         ("train recipe.json --seed 99999999999999999999999", "seed must be"),
         ("train recipe.json --model-options num_classes 3", "may not have num_classes"),
         ("train recipe.json --device meta", "no device 'meta'"),
-        ("reproduce nothing", "there is no claim 'nothing'; `redivider reproduce` lists all"),
-        ("reproduce methods --only dps-64x2", "has no run 'dps-64x2'; did you mean 'dsp-64x2'?"),
-        ("reproduce methods --seeds 0", "--seeds must be 1 or more, got 0"),
-        ("reproduce methods --epoch 3", "a recipe has no field --epoch; did you mean epochs?"),
-        ("reproduce --epochs 3 methods", "the name comes first"),
-        ("reproduce overlap --epochs 3", "overlap is measured, not trained"),
-        ("reproduce overlap --only rev_vit_smal", "no run 'rev_vit_smal'; did you mean"),
-        ("reproduce limits --only batch", "limits has no run 'batch'"),
-        ("reproduce --only dsp-64x2", "which claim? `redivider reproduce` lists them"),
     ],
 )
 def test_bad_input_is_one_line(words, said, capsys):

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from redivider.pipeline.schedule import actions
+from redivider.pipeline.schedule import Schedule
 from redivider.train import plots
 from redivider.train.report import read_run, write_report
 
@@ -91,7 +91,7 @@ def rows_of(scale, stages, *, has_accuracy=True):
 
 def spans_of(stages, ticks):
     """One action after the other, as a pipeline in one process does them."""
-    found = [each for t in ticks for each in actions(t, stages)]
+    found = [each for t in ticks for each in Schedule(stages).actions(t)]
     return [[*each, 0.001 * i, 0.001 * (i + 0.9)] for i, each in enumerate(found)]
 
 
@@ -181,14 +181,14 @@ def test_colours_are_those_of_the_run_everywhere(tmp_path):
     empty = write_run(tmp_path / "empty", [])
     page = report(tmp_path, empty, write_run(tmp_path / "full", rows_of(2, 3)))
     swatches = [value for name, value in page.values if name == "style" and "border-top" in value]
-    first, second = (plots.look(i)[0] for i in range(2))
+    first, second = (plots.line_style(i)[0] for i in range(2))
     assert [second in each for each in swatches].count(True) == 10 + 2
     assert [first in each for each in swatches].count(True) == 2
     lines = [
         value for name, value in page.values if name == "style" and "stroke: " in (value or "")
     ]
     assert any(second in each for each in lines) and not any(first in each for each in lines)
-    assert len({plots.look(i) for i in range(24)}) == 24
+    assert len({plots.line_style(i) for i in range(24)}) == 24
 
 
 @pytest.mark.parametrize("num_runs", [0, 1, 2])
@@ -292,7 +292,7 @@ def test_a_broken_recipe(text, tmp_path):
 def test_the_first_ticks():
     spans = [plots.Span(*each) for each in spans_of(3, ticks=range(30))]
     for most in (1, 5, 12):
-        wanted = sum(len(actions(t, 3)) for t in range(most))
+        wanted = sum(len(Schedule(3).actions(t)) for t in range(most))
         assert plots.first_ticks(spans, most) == spans[:wanted]
     assert plots.first_ticks(spans[:4], 12) == spans[:4]
 
@@ -305,7 +305,7 @@ def test_ticks_have_a_box_and_a_number_each():
 
 def test_long_lines_are_averaged():
     x, y = plots.thin([*range(1000)], [math.nan if i % 2 else float(i) for i in range(1000)])
-    assert len(x) == len(y) == plots.WIDEST and x == sorted(x)
+    assert len(x) == len(y) == plots.MAX_POINTS and x == sorted(x)
     assert y[0] == 0.0 and sum(map(math.isfinite, y)) > 300
     assert plots.thin([1, 2], [3.0, math.nan])[0] == [1, 2]
 

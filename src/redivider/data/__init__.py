@@ -1,4 +1,4 @@
-"""Data: one source a file, and batches of them by step."""
+"""Data sources, one file per source, and their batches by step."""
 
 from redivider.data.batches import Batches as Batches
 from redivider.data.catalogue import Source as Source

@@ -1,4 +1,4 @@
-"""Crop, flip and normalisation of whole batches, on whatever device they are."""
+"""Crop, flip and normalisation of whole batches, on any device."""
 
 import torch
 from torch import Tensor
@@ -8,28 +8,28 @@ from torch.nn import functional as F
 def crop_and_flip(
     images: Tensor, top: Tensor, left: Tensor, flip: Tensor, *, padding: int
 ) -> Tensor:
-    """Pad with zeros, cut the old size out again at (top, left), and mirror where `flip` is true.
+    """Pad with zeros, crop to the old size at (top, left), and mirror where `flip` is true.
 
     Args:
-        images: (N, C, H, W), of any dtype.
-        top: First row of each image's cut, from 0 to 2 * padding.
-        left: First column of it.
-        flip: Whether to mirror it.
-        padding: Rows and columns of zeros around an image.
+        images: Batch of shape (N, C, H, W), of any dtype.
+        top: First row of the crop of each image, from 0 to 2 * padding.
+        left: First column of the crop of each image.
+        flip: Whether to mirror each image.
+        padding: Number of rows and columns of zeros around an image.
     """
     num, channels, height, width = images.shape
     padded = F.pad(images, (padding,) * 4).flatten(2)
-    across = torch.arange(width, device=images.device)
+    offsets = torch.arange(width, device=images.device)
     rows = top[:, None] + torch.arange(height, device=images.device)
-    columns = left[:, None] + torch.where(flip[:, None], across.flip(0), across)
-    # One gather for all three; every channel of an image reads the same places.
-    places = rows[:, :, None] * (width + 2 * padding) + columns[:, None, :]
-    places = places.view(num, 1, height * width).expand(num, channels, height * width)
-    return padded.gather(2, places).view_as(images)
+    columns = left[:, None] + torch.where(flip[:, None], offsets.flip(0), offsets)
+    # One gather does crop and flip; all channels of an image read the same indices.
+    indices = rows[:, :, None] * (width + 2 * padding) + columns[:, None, :]
+    indices = indices.view(num, 1, height * width).expand(num, channels, height * width)
+    return padded.gather(2, indices).view_as(images)
 
 
 class Normalise:
-    """Bytes to floats: (x / 255 - mean) / std by channel."""
+    """Conversion of bytes to floats: (x / 255 - mean) / std, per channel."""
 
     def __init__(
         self,
@@ -47,6 +47,6 @@ class Normalise:
         self._dtype = dtype
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Normalise a batch; computed in float32 whatever the dtype of the result."""
-        wide = images.float().mul_(self._scale).sub_(self._shift)
-        return wide.to(self._dtype, memory_format=self._format)
+        """Normalise a batch; compute in float32, whatever the dtype of the result."""
+        normalised = images.float().mul_(self._scale).sub_(self._shift)
+        return normalised.to(self._dtype, memory_format=self._format)

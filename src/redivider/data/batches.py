@@ -1,4 +1,4 @@
-"""Batches by step: any of them at any time, so that a run can go on where it stopped."""
+"""Batches by step, with random access, so that a run can resume at any step."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -13,11 +13,11 @@ from redivider.data.errors import DataError
 
 Batch = tuple[Tensor, Tensor]
 TOGETHER = {"cpu": 1, "cuda": 2**21}
-"""Numbers in the inputs that are made at once: 8 MiB of float32, but one batch at least."""
+"""Input elements to build at once, by device, but at least one batch; 2^21 floats are 8 MiB."""
 
 
 class Span(NamedTuple):
-    """Where a batch lies: positions `start` to `stop` in the order of an epoch."""
+    """Positions of a batch in the order of an epoch, from `start` to `stop`."""
 
     epoch: int
     start: int
@@ -28,11 +28,11 @@ class Batches(ABC):
     """Batches of a source: `x, y = batches[step]`, a pure function of the seed and the step.
 
         batches = load("digits", train=True).batches(64, train=True, seed=0)
-        x, y = batches[1000]                  # epochs follow each other: len(batches) steps in each
-        for x, y in batches.since(1000): ...  # without end in training
+        x, y = batches[1000]                  # an epoch has len(batches) steps
+        for x, y in batches.since(1000): ...  # endless in training
 
-    In training each epoch has an order of its own, and the last samples are left out where they do
-    not fill a batch. In evaluation there is one epoch, in order, and its last batch may be smaller.
+    In training every epoch is shuffled anew, and the last samples are dropped where they do not
+    fill a batch. In evaluation there is one epoch, in order, and its last batch may be smaller.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Batches(ABC):
             )
         self.num_samples, self.batch_size = num_samples, batch_size
         self.train, self.seed = train, operator.index(seed)
-        self.device = torch.empty(0, device=device).device  # "cuda" is "cuda:0", or another
+        self.device = torch.empty(0, device=device).device  # resolves the index of "cuda"
 
     def __len__(self) -> int:
-        """Steps in an epoch."""
+        """Return the number of steps in an epoch."""
         if self.train:
             return self.num_samples // self.batch_size
         return -(-self.num_samples // self.batch_size)
@@ -66,47 +66,48 @@ class Batches(ABC):
         return self._take(self.span(step))
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.train:  # going through it once more would show the same epoch once more
+        if self.train:  # a second loop would silently repeat the first epoch
             raise TypeError("training has no end: use batches.since(step) or batches[step]")
         return self.since(0)
 
     def since(self, step: int) -> Iterator[Batch]:
-        """This step's batch and those that follow: in training without end."""
+        """Iterate over batches from this step on: endless in training."""
         step = operator.index(step)
         steps = count(step) if self.train else range(step, len(self))
-        return self._visit(map(self.span, steps))
+        return self._iterate(map(self.span, steps))
 
     def span(self, step: int) -> Span:
-        """The epoch of a step, and its positions there."""
+        """Return the epoch of a step and its positions there."""
         step = operator.index(step)
         if step < 0 or (step >= len(self) and not self.train):
             raise IndexError(f"there is no step {step}; an epoch has {len(self)}")
-        epoch, place = divmod(step, len(self))
-        start = place * self.batch_size
+        epoch, step_in_epoch = divmod(step, len(self))
+        start = step_in_epoch * self.batch_size
         return Span(epoch, start, min(start + self.batch_size, self.num_samples))
 
     @abstractmethod
     def _take(self, span: Span) -> Batch:
-        """Make one batch, here and now."""
+        """Build one batch, in this process."""
 
-    def _visit(self, spans: Iterable[Span]) -> Iterator[Batch]:
-        """Make batches one after another, ahead of time where that helps.
+    def _iterate(self, spans: Iterable[Span]) -> Iterator[Batch]:
+        """Yield the batches of the spans, built ahead of time where that is faster.
 
-        Here several of them at once on a GPU, where to begin an operation takes as long for a small
-        batch as for a large one; on a CPU caches like the small ones.
+        Here several are built at once on a GPU, where the launch of a kernel takes as long for a
+        small batch as for a large one. On a CPU small batches stay in the cache.
         """
-        most, num = TOGETHER.get(self.device.type, 1), 1
-        for epoch, same in groupby(spans, key=lambda span: span.epoch):
-            while together := list(islice(same, num)):
-                first = together[0].start
-                made = [self._take(Span(epoch, first, together[-1].stop))]
-                if len(together) == 1:
-                    num = max(1, most // (made[0][0][0].numel() * self.batch_size))
-                    yield made.pop()  # and do not keep it here
+        max_elements, num = TOGETHER.get(self.device.type, 1), 1
+        for epoch, spans_of_epoch in groupby(spans, key=lambda span: span.epoch):
+            while group := list(islice(spans_of_epoch, num)):
+                first = group[0].start
+                # In a list, so that `pop` leaves no reference to a batch here.
+                built = [self._take(Span(epoch, first, group[-1].stop))]
+                if len(group) == 1:
+                    num = max(1, max_elements // (built[0][0][0].numel() * self.batch_size))
+                    yield built.pop()
                     continue
-                x, y = made.pop()
-                for span in together:
-                    here = slice(span.start - first, span.stop - first)
-                    # Copies: who keeps a batch shall not keep its neighbours.
-                    yield x[here].clone(), y[here].clone()
-                del x, y  # before there are more
+                x, y = built.pop()
+                for span in group:
+                    positions = slice(span.start - first, span.stop - first)
+                    # Clones: a view would keep the memory of the whole group alive.
+                    yield x[positions].clone(), y[positions].clone()
+                del x, y  # free the group before the next one is built

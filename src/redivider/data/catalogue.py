@@ -1,7 +1,6 @@
-"""All data by name."""
+"""Catalogue of all data by name."""
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from redivider.data.folder import Folder
 from redivider.data.imagenet import read_imagenet, read_imagenet32
 from redivider.data.images import Images
 from redivider.data.text import Text, read_text
+from redivider.errors import did_you_mean
 
 Source = Images | Folder | Text
 
@@ -27,26 +27,26 @@ SOURCES: dict[str, Callable[..., Source]] = {
 
 
 def list_data() -> list[str]:
-    """The names that `load` knows."""
+    """Return the names that `load` knows."""
     return list(SOURCES)
 
 
 def load(name: str, *, train: bool, folder: str | Path | None = None, **options: Any) -> Source:
-    """Load data; `.batches(batch_size, train=...)` makes batches of them.
+    """Load data; `.batches(batch_size, train=...)` returns their batches.
 
         images = load("cifar10", train=True)
         x, y = images.batches(64, train=True, seed=0, device="cuda")[step]
 
     Args:
         name: One of `list_data()`.
-        train: The training set, or that of the test (validation).
-        folder: Where the files are; unless given $REDIVIDER_DATA, or else ~/.cache/redivider.
+        train: True for the training set, False for the test or validation set.
+        folder: Folder of the files; by default $REDIVIDER_DATA, or else ~/.cache/redivider.
         **options: `download=False` (cifar10, cifar100), `image_size` (imagenet), `tokens` (text).
     """
     if name not in SOURCES:
         raise DataError(f"there is no data {name!r}; {_hint(str(name), list(SOURCES), 'it is')}")
     read = SOURCES[name]
-    known = [each for each in signature(read).parameters if each not in ("folder", "train")]
+    known = [param for param in signature(read).parameters if param not in ("folder", "train")]
     for option in options:
         if option not in known:
             raise DataError(f"{name} has no option {option!r}; {_hint(option, known, 'it has')}")
@@ -54,7 +54,5 @@ def load(name: str, *, train: bool, folder: str | Path | None = None, **options:
 
 
 def _hint(name: str, known: list[str], otherwise: str) -> str:
-    close = get_close_matches(name.lower(), known, 1)
-    if close:
-        return f"did you mean {close[0]!r}?"
-    return f"{otherwise} one of {', '.join(known)}" if known else "it has none"
+    all_known = f"{otherwise} one of {', '.join(known)}" if known else "it has none"
+    return did_you_mean(name.lower(), known, all_known)

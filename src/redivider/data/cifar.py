@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 in their official forms: python or binary, unpacked or not.
+"""CIFAR-10 and CIFAR-100 in their official forms: python or binary, packed or unpacked.
 
 Krizhevsky 2009, "Learning multiple layers of features from tiny images".
 """
@@ -12,30 +12,30 @@ import torch
 
 from redivider.data.download import download as fetch
 from redivider.data.errors import DataError
-from redivider.data.files import VARIABLE, data_folder, places, read_files
+from redivider.data.files import VARIABLE, data_folder, read_files, search_folders
 from redivider.data.images import Images
 from redivider.data.rows import Rows, binary_rows, pickled_rows
 
 SITE = "https://www.cs.toronto.edu/~kriz"
-# PETRA's recipe takes the same for both.
+# PETRA's recipe uses the same values for both data sets.
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
 
 def read_cifar10(folder: str | Path | None = None, *, train: bool, download: bool = True) -> Images:
-    """CIFAR-10, downloaded if it is not there."""
+    """Read CIFAR-10; download it if it is missing."""
     return _read(CIFAR10, folder, train=train, download=download)
 
 
 def read_cifar100(
     folder: str | Path | None = None, *, train: bool, download: bool = True
 ) -> Images:
-    """CIFAR-100 with its fine labels, downloaded if it is not there."""
+    """Read CIFAR-100 with its fine labels; download it if it is missing."""
     return _read(CIFAR100, folder, train=train, download=download)
 
 
 @dataclass(frozen=True)
 class Form:
-    """One official form: its names, and how to read a file of it."""
+    """Official form of a data set: the names of its files, and the function that reads one."""
 
     folder: str
     archive: str
@@ -43,12 +43,12 @@ class Form:
     train: tuple[str, ...]
     test: tuple[str, ...]
     read: Callable[[bytes, Path, str], Rows]
-    """Content, where it is from, and what to do if it is wrong."""
+    """Reader of a file; called with its content, its path, and the advice for errors."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One of the two data sets; its first form is the one to download."""
+    """Data set: CIFAR-10 or CIFAR-100. The first form is the one to download."""
 
     name: str
     num_classes: int
@@ -56,15 +56,15 @@ class Kind:
 
 
 def _read(kind: Kind, folder: str | Path | None, *, train: bool, download: bool) -> Images:
-    place, form = _find(kind, folder, download=download)
-    advice = f"delete {place} to download it again, or get {SITE}/{form.archive}"
+    path, form = _find(kind, folder, download=download)
+    advice = f"delete {path} to download it again, or get {SITE}/{form.archive}"
     names = form.train if train else form.test
     rows = {
-        name: form.read(content, place / name, advice)
-        for name, content in read_files(place, names, advice=advice)
+        name: form.read(content, path / name, advice)
+        for name, content in read_files(path, names, advice=advice)
     }
     if len({len(labels) for _, labels in rows.values()}) != 1:
-        raise DataError(f"{place} has batches of different sizes, some cut short; {advice}")
+        raise DataError(f"{path} has batches of different sizes, some cut short; {advice}")
     return Images(
         kind.name,
         torch.cat([rows[name][0] for name in names]).view(-1, 3, 32, 32),
@@ -78,10 +78,10 @@ def _read(kind: Kind, folder: str | Path | None, *, train: bool, download: bool)
 
 
 def _find(kind: Kind, folder: str | Path | None, *, download: bool) -> tuple[Path, Form]:
-    """What there is: unpacked before packed, which takes a second longer to read."""
-    homes = places(folder, kind.name)
-    unpacked = [(home / form.folder, form) for home in homes for form in kind.forms]
-    packed = [(home / form.archive, form) for home in homes for form in kind.forms]
+    """Find or download the data; prefer unpacked files, which read a second faster."""
+    folders = search_folders(folder, kind.name)
+    unpacked = [(parent / form.folder, form) for parent in folders for form in kind.forms]
+    packed = [(parent / form.archive, form) for parent in folders for form in kind.forms]
     for path, form in unpacked + packed:
         if path.exists():
             return path, form

@@ -1,7 +1,7 @@
-"""Crops of image files: at random for training (Szegedy et al. 2015), the centre for tests.
+"""Crops of image files: random for training (Szegedy et al. 2015), the centre for evaluation.
 
-The same boxes and the same resampling as torchvision's RandomResizedCrop, Resize and CenterCrop on
-PIL images, with random numbers that are a function of (seed, epoch, index).
+Boxes and resampling are those of torchvision's RandomResizedCrop, Resize and CenterCrop on PIL
+images. The random numbers are a function of (seed, epoch, index).
 """
 
 import math
@@ -20,27 +20,28 @@ TRIES = 10
 
 
 def random_crop(path: Path, size: int, *, seed: int, epoch: int, index: int) -> Tensor:
-    """A random part of an image, resized to a square and mirrored half of the time: (3, H, W)."""
-    places = torch.arange(index * (4 * TRIES + 1), (index + 1) * (4 * TRIES + 1), device="cpu")
-    bits = draw(places, seed=seed, epoch=epoch, purpose="random crop")
+    """Crop a random box, resize it to a square, mirror it half of the time: (3, size, size)."""
+    # Every image has its own positions: four numbers per try, and one for the flip.
+    positions = torch.arange(index * (4 * TRIES + 1), (index + 1) * (4 * TRIES + 1), device="cpu")
+    bits = draw(positions, seed=seed, epoch=epoch, purpose="random crop")
     *uniform, flip = ((bits >> 10).double() / 2**53).tolist()
-    image = _opened(path)
+    image = _open(path)
     left, top, width, height = random_box(image.width, image.height, uniform)
-    resampling = require("PIL.Image", "an image file")
-    # Cropped first: a resize of a box also reads the pixels around it.
+    pil = require("PIL.Image", "an image file")
+    # Not `resize(box=...)`, which also reads the pixels around the box.
     image = image.crop((left, top, left + width, top + height))
-    image = image.resize((size, size), resampling.Resampling.BILINEAR)
+    image = image.resize((size, size), pil.Resampling.BILINEAR)
     if flip < 0.5:
-        image = image.transpose(resampling.Transpose.FLIP_LEFT_RIGHT)
+        image = image.transpose(pil.Transpose.FLIP_LEFT_RIGHT)
     return _pixels(image)
 
 
 def random_box(width: int, height: int, uniform: list[float]) -> tuple[int, int, int, int]:
-    """Left, top, width and height of a box of random area and aspect within an image.
+    """Return left, top, width and height of a box of random area and aspect within an image.
 
-    Ten tries to find one that fits, four numbers of [0, 1) each; then the centre.
+    Each of ten tries takes four numbers of [0, 1). If no box fits, return the central one.
     """
-    low, high = (math.log(each) for each in ASPECT)
+    low, high = (math.log(ratio) for ratio in ASPECT)
     for attempt in range(TRIES):
         area, aspect, across, down = uniform[4 * attempt : 4 * attempt + 4]
         target = width * height * (AREA[0] + area * (AREA[1] - AREA[0]))
@@ -54,25 +55,25 @@ def random_box(width: int, height: int, uniform: list[float]) -> tuple[int, int,
 
 
 def central_crop(path: Path, size: int) -> Tensor:
-    """The central square of an image whose shorter side was resized to 8 / 7 of it: (3, H, W)."""
-    image = _opened(path)
+    """Resize the shorter side to 8 / 7 of `size`, and crop the central square: (3, size, size)."""
+    image = _open(path)
     short = round(size * 8 / 7)  # 256 for 224
     width, height = image.size
     if width < height:
-        whole = short, int(short * height / width)
+        resized = short, int(short * height / width)
     else:
-        whole = int(short * width / height), short
-    image = image.resize(whole, require("PIL.Image", "an image file").Resampling.BILINEAR)
-    left, top = (round((each - size) / 2) for each in whole)
+        resized = int(short * width / height), short
+    image = image.resize(resized, require("PIL.Image", "an image file").Resampling.BILINEAR)
+    left, top = (round((side - size) / 2) for side in resized)
     return _pixels(image.crop((left, top, left + size, top + size)))
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     pil = require("PIL.Image", "an image file")
     try:
         with pil.open(path) as image:
             return image.convert("RGB")
-    except Exception as error:  # each format has its own
+    except Exception as error:  # every format raises its own class
         raise DataError(
             f"{path} cannot be read as an image ({reason(error)}); get it again, or delete it"
         ) from None

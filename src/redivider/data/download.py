@@ -1,4 +1,4 @@
-"""Downloads: whole and with the right checksum, or not at all."""
+"""Downloads with a checksum: a file is complete, or it does not appear."""
 
 import hashlib
 from http.client import HTTPException, HTTPResponse
@@ -7,30 +7,30 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from redivider.data.errors import DataError, reason, require
-from redivider.data.files import VARIABLE, beside
+from redivider.data.files import VARIABLE, atomic_write
 
 CHUNK = 1 << 20
 
 
 def download(url: str, path: Path, *, md5: str, timeout: float = 30) -> None:
-    """Fetch a file under a progress bar; it appears at `path` when it is complete.
+    """Download a file with a progress bar; it appears at `path` when it is complete.
 
     Args:
-        url: Where it is.
-        path: Where it goes; its folder is made.
-        md5: Its checksum, as its publisher gives it.
-        timeout: Seconds without an answer after which to give up.
+        url: Address of the file.
+        path: Destination; its folder is created.
+        md5: Checksum that its publisher lists.
+        timeout: Seconds to wait for an answer.
     """
-    instead = (
+    advice = (
         f"put {path.name} into {path.parent}, or take a folder that has it, by {VARIABLE} or "
         "--data-folder"
     )
     try:
-        with beside(path) as part:
+        with atomic_write(path) as partial:
             try:
-                _fetch(url, part, md5=md5, timeout=timeout)
-            except _Failed as error:
-                raise DataError(f"cannot download {url} ({reason(error)}); {instead}") from None
+                _fetch(url, partial, md5=md5, timeout=timeout)
+            except _DownloadFailed as error:
+                raise DataError(f"cannot download {url} ({reason(error)}); {advice}") from None
     except OSError as error:
         raise DataError(
             f"cannot write {path.name} to {path.parent} ({reason(error)}); "
@@ -38,8 +38,8 @@ def download(url: str, path: Path, *, md5: str, timeout: float = 30) -> None:
         ) from None
 
 
-class _Failed(Exception):
-    """It did not come, or not as it should."""
+class _DownloadFailed(Exception):
+    """Download that failed, ended early, or has another checksum."""
 
 
 def _fetch(url: str, path: Path, *, md5: str, timeout: float) -> None:
@@ -47,27 +47,27 @@ def _fetch(url: str, path: Path, *, md5: str, timeout: float) -> None:
     try:
         response = urlopen(url, timeout=timeout)
     except HTTPError as error:
-        with error:  # it holds the connection
-            raise _Failed(reason(error)) from None
+        with error:  # closes the connection
+            raise _DownloadFailed(reason(error)) from None
     except (OSError, HTTPException) as error:
-        raise _Failed(reason(error)) from None
-    found = hashlib.md5(usedforsecurity=False)
+        raise _DownloadFailed(reason(error)) from None
+    digest = hashlib.md5(usedforsecurity=False)
     size = int(response.headers.get("Content-Length") or 0)
-    path.parent.mkdir(parents=True, exist_ok=True)  # not for a name that was mistyped
+    path.parent.mkdir(parents=True, exist_ok=True)  # only now, when the URL has answered
     bar = tqdm(total=size or None, desc=path.name, unit="B", unit_scale=True, leave=False)
     with response, bar, path.open("wb") as file:
         while chunk := _read(response):
             file.write(chunk)
-            found.update(chunk)
+            digest.update(chunk)
             bar.update(len(chunk))
         if file.tell() < size:
-            raise _Failed(f"it ended after {file.tell():,} of {size:,} bytes")
-    if found.hexdigest() != md5:
-        raise _Failed(f"its md5 is {found.hexdigest()}, not {md5}")
+            raise _DownloadFailed(f"it ended after {file.tell():,} of {size:,} bytes")
+    if digest.hexdigest() != md5:
+        raise _DownloadFailed(f"its md5 is {digest.hexdigest()}, not {md5}")
 
 
 def _read(response: HTTPResponse) -> bytes:
     try:
         return response.read(CHUNK)
     except (OSError, HTTPException) as error:
-        raise _Failed(reason(error)) from None
+        raise _DownloadFailed(reason(error)) from None

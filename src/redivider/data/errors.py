@@ -1,4 +1,4 @@
-"""What is wrong with data, in one line that says what to do."""
+"""Errors about data, in one line that contains the remedy."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ import redivider.errors
 
 
 class DataError(ValueError):
-    """Data are missing, damaged, or asked for in a way that cannot be."""
+    """Missing or damaged data, or invalid options for them."""
 
 
 def reason(error: BaseException) -> str:
-    """An error of somebody else's in one line, to be quoted in ours."""
+    """Return the message of another library's error in one line, to quote it in ours."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def require(module: str, purpose: str) -> Any:
-    """Import a package that only some data need; the core needs torch alone."""
+    """Import a package that only some data need, or raise a `DataError` that names it."""
     try:
         return redivider.errors.require(module, purpose)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Files: where data are looked for, what is in a folder or an archive, and how to write safely."""
+"""Files of data sets: search folders, reading from folders and archives, atomic writing."""
 
 import gzip
 import os
@@ -14,51 +14,50 @@ from redivider.data.errors import DataError, reason
 VARIABLE = "REDIVIDER_DATA"
 DAMAGES = (OSError, EOFError, tarfile.TarError, zipfile.BadZipFile, zlib.error, RuntimeError)
 
-Found = Iterator[tuple[str, bytes]]
+Contents = Iterator[tuple[str, bytes]]
 
 
 def data_folder(folder: str | Path | None = None) -> Path:
-    """The folder asked for, or else $REDIVIDER_DATA, or else ~/.cache/redivider."""
+    """Return the folder, or else $REDIVIDER_DATA, or else ~/.cache/redivider."""
     return Path(folder or os.environ.get(VARIABLE) or "~/.cache/redivider").expanduser()
 
 
-def places(folder: str | Path | None, name: str) -> tuple[Path, Path]:
-    """Where a data set may lie: in the folder itself, or in one of its name there."""
-    home = data_folder(folder)
-    return home, home / name
+def search_folders(folder: str | Path | None, name: str) -> tuple[Path, Path]:
+    """Return the folders to search for a data set: the folder itself, and `name` inside it."""
+    root = data_folder(folder)
+    return root, root / name
 
 
-def read_files(place: Path, names: Collection[str], *, advice: str) -> Found:
-    """The contents of these files of a folder, a .tar.gz or a .zip; nothing is unpacked.
+def read_files(path: Path, names: Collection[str], *, advice: str) -> Contents:
+    """Yield names and contents of files in a folder, a .tar.gz or a .zip, without unpacking it.
 
-    They come in any order. Archives are read to their end, so that their own checksums are
-    compared.
+    The order is arbitrary. Archives are read to their end, so that their checksums are verified.
 
     Args:
-        place: The folder or the archive.
-        names: The files, by name alone; folders within an archive do not matter.
-        advice: What to do when they cannot be read, for the error.
+        path: Folder or archive.
+        names: Names of the files, without the folders inside an archive.
+        advice: Remedy to append to errors.
     """
-    read = _read_folder if place.is_dir() else _read_zip if place.suffix == ".zip" else _read_tar
+    read = _read_folder if path.is_dir() else _read_zip if path.suffix == ".zip" else _read_tar
     missing = set(names)
     try:
-        for name, content in read(place, missing.__contains__):
+        for name, content in read(path, missing.__contains__):
             missing.discard(name)
             yield name, content
     except DAMAGES as error:
-        raise DataError(f"{place} is damaged or cut short ({reason(error)}); {advice}") from None
+        raise DataError(f"{path} is damaged or cut short ({reason(error)}); {advice}") from None
     if missing:
-        raise DataError(f"{place} has no file {min(missing)}; {advice}")
+        raise DataError(f"{path} has no file {min(missing)}; {advice}")
 
 
-def _read_folder(place: Path, is_wanted: Callable[[str], bool]) -> Found:
-    for path in sorted(place.iterdir()):
+def _read_folder(folder: Path, is_wanted: Callable[[str], bool]) -> Contents:
+    for path in sorted(folder.iterdir()):
         if is_wanted(path.name):
             yield path.name, path.read_bytes()
 
 
-def _read_tar(place: Path, is_wanted: Callable[[str], bool]) -> Found:
-    with gzip.open(place) as unzipped:
+def _read_tar(path: Path, is_wanted: Callable[[str], bool]) -> Contents:
+    with gzip.open(path) as unzipped:
         with tarfile.open(fileobj=unzipped, mode="r|") as tar:
             for member in tar:
                 name = PurePosixPath(member.name).name
@@ -67,11 +66,11 @@ def _read_tar(place: Path, is_wanted: Callable[[str], bool]) -> Found:
                     assert content is not None
                     yield name, content.read()
         while unzipped.read(1 << 20):
-            pass  # the checksum comes last
+            pass  # gzip verifies its checksum only at the end
 
 
-def _read_zip(place: Path, is_wanted: Callable[[str], bool]) -> Found:
-    with zipfile.ZipFile(place) as archive:
+def _read_zip(path: Path, is_wanted: Callable[[str], bool]) -> Contents:
+    with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             name = PurePosixPath(member.filename).name
             if is_wanted(name):
@@ -79,8 +78,8 @@ def _read_zip(place: Path, is_wanted: Callable[[str], bool]) -> Found:
 
 
 @contextmanager
-def beside(path: Path) -> Iterator[Path]:
-    """A file beside this one, which takes its place at the end, or vanishes on an error."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Yield a temporary path next to `path`; rename it at the end, or delete it on an error."""
     new = path.with_name(f".{path.name}.new-{os.getpid()}")
     try:
         yield new

@@ -1,4 +1,4 @@
-"""Images in class folders: decoded and cropped by worker processes, normalised on the device."""
+"""Images in class folders, decoded and cropped by worker processes, normalised on the device."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ SUFFIXES = (".jpeg", ".jpg", ".png")
 
 
 class Folder:
-    """Images in folders, one for each class; the classes are numbered by name.
+    """Images in class folders; classes are numbered in the order of their names.
 
     images = Folder("imagenet/train", mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2))
     batches = images.batches(64, train=True, seed=0, device="cuda", num_workers=8)
@@ -39,26 +39,29 @@ class Folder:
         """List the images.
 
         Args:
-            root: The folder with the class folders.
-            mean: Of each channel, as a part of 255.
-            std: The same.
+            root: Folder with the class folders.
+            mean: Mean of each channel, of pixels scaled to [0, 1].
+            std: Standard deviation of each channel, of pixels scaled to [0, 1].
             image_size: Rows and columns of the images in a batch.
-            name: Of the data set.
-            classes_of: Another folder with the class folders, which says what classes there are.
+            name: Name of the data set.
+            classes_of: Folder whose class folders define the numbers of the classes; `root` unless
+                set.
         """
         if isinstance(image_size, bool) or not isinstance(image_size, int) or image_size < 1:
             raise DataError(f"image_size must be a whole number, 1 or more, got {image_size!r}")
         self.root, self.name, self.mean, self.std = Path(root), name, mean, std
         self.image_size = image_size
         self.classes = _class_names(self.root if classes_of is None else Path(classes_of))
-        number = {each: i for i, each in enumerate(self.classes)}
+        label_of = {class_name: i for i, class_name in enumerate(self.classes)}
         names, labels = [], []
-        for each in _class_names(self.root):
-            if each not in number:
-                raise DataError(f"{self.root / each} is a class that {classes_of} does not have")
-            files = _image_names(self.root / each)
-            names += [f"{each}/{file}" for file in files]
-            labels += [number[each]] * len(files)
+        for class_name in _class_names(self.root):
+            if class_name not in label_of:
+                raise DataError(
+                    f"{self.root / class_name} is a class that {classes_of} does not have"
+                )
+            files = _image_names(self.root / class_name)
+            names += [f"{class_name}/{file}" for file in files]
+            labels += [label_of[class_name]] * len(files)
         self.labels = torch.tensor(labels, device="cpu")
         self.paths = Paths(self.root, names)
 
@@ -67,7 +70,7 @@ class Folder:
 
     @property
     def num_classes(self) -> int:
-        """How many there are."""
+        """Number of classes."""
         return len(self.classes)
 
     def batches(
@@ -81,17 +84,18 @@ class Folder:
         channels_last: bool = False,
         num_workers: int | None = None,
     ) -> "FolderBatches":
-        """Batches of normalised images and their labels.
+        """Return batches of normalised images and their labels.
 
         Args:
-            batch_size: Images in a batch.
-            train: Shuffle, crop at random and flip; otherwise all images, their centre, in order.
-            seed: Of the order, the crops and the flips.
-            device: Where batches go.
-            dtype: Of the images in a batch.
-            channels_last: Their memory format.
-            num_workers: Processes that `since` has decode ahead; 0 for none, one for each core up
-                to 8 unless given. The batches do not depend on it.
+            batch_size: Number of images in a batch.
+            train: Shuffle, crop at random and flip; otherwise take the centre of all images, in
+                order.
+            seed: Seed of the order, the crops and the flips.
+            device: Device of the batches.
+            dtype: Dtype of the images in a batch.
+            channels_last: Whether the images have the channels-last memory format.
+            num_workers: Number of processes that decode ahead for `since`; 0 for none, by default
+                one per core, up to 8. The batches do not depend on it.
         """
         return FolderBatches(
             self,
@@ -107,7 +111,10 @@ class Folder:
 
 
 class Paths:
-    """Many paths in two tensors: workers would copy a list, by counting its references."""
+    """Paths stored in two tensors.
+
+    Forked workers would copy a list of strings page by page, since reference counts live in it.
+    """
 
     def __init__(self, root: Path, names: list[str]) -> None:
         encoded = [os.fsencode(name) for name in names]
@@ -121,7 +128,7 @@ class Paths:
 
 
 class FolderBatches(Batches):
-    """Batches of images in class folders; made by `Folder.batches`."""
+    """Batches of images in class folders, created by `Folder.batches`."""
 
     def __init__(
         self,
@@ -141,11 +148,11 @@ class FolderBatches(Batches):
         self._normalise, self._num_workers = normalise, num_workers
 
     def _take(self, span: Span) -> Batch:
-        return self._finished(self._reader[span])
+        return self._finish(self._reader[span])
 
-    def _visit(self, spans: Iterable[Span]) -> Iterator[Batch]:
-        # A worker reads a whole batch. The generator is for seeds of the workers, which draw
-        # nothing by them; without it the loader would take a number from the caller's.
+    def _iterate(self, spans: Iterable[Span]) -> Iterator[Batch]:
+        # A worker reads a whole batch. The generator seeds the workers, which draw nothing from it;
+        # without one, the loader would advance the caller's global generator.
         loader = DataLoader(
             self._reader,
             batch_size=None,
@@ -154,17 +161,17 @@ class FolderBatches(Batches):
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),
         )
-        return map(self._finished, loader)
+        return map(self._finish, loader)
 
-    def _finished(self, found: "Batch | str") -> Batch:
-        if isinstance(found, str):
-            raise DataError(found)
-        x, y = (each.to(self.device, non_blocking=True) for each in found)
+    def _finish(self, batch: "Batch | str") -> Batch:
+        if isinstance(batch, str):
+            raise DataError(batch)
+        x, y = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         return self._normalise(x), y
 
 
 class _Reader(Dataset["Batch | str"]):
-    """What a worker does: bytes and labels of a span, or what is wrong with them."""
+    """Data set of the workers: bytes and labels of a span, or the message of an error."""
 
     def __init__(self, folder: Folder, *, train: bool, seed: int) -> None:
         self._paths, self._labels, self._size = folder.paths, folder.labels, folder.image_size
@@ -176,7 +183,7 @@ class _Reader(Dataset["Batch | str"]):
         try:
             images = [self._image(int(i), span.epoch) for i in index]
         except DataError as error:
-            return str(error)  # raised in a worker it would come back with a traceback in its text
+            return str(error)  # if raised, the loader would put a traceback into the message
         return torch.stack(images), self._labels[index]
 
     def _indices(self, span: Span) -> Tensor:
@@ -196,7 +203,7 @@ class _Reader(Dataset["Batch | str"]):
 
 def _class_names(root: Path) -> list[str]:
     try:
-        names = sorted(each.name for each in os.scandir(root) if each.is_dir())
+        names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     except OSError as error:
         raise DataError(f"cannot list {root} ({error.strerror}); is it a folder?") from None
     if not names:
@@ -205,7 +212,9 @@ def _class_names(root: Path) -> list[str]:
 
 
 def _image_names(folder: Path) -> list[str]:
-    names = sorted(each.name for each in os.scandir(folder) if each.name.lower().endswith(SUFFIXES))
+    names = sorted(
+        entry.name for entry in os.scandir(folder) if entry.name.lower().endswith(SUFFIXES)
+    )
     if not names:
         raise DataError(f"{folder} has no images; unpack its archive again, or delete the folder")
     return names

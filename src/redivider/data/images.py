@@ -1,4 +1,4 @@
-"""Images in memory: bytes that go to the device once, and batches made of them there."""
+"""Images in memory: bytes that are moved to the device once, and batches built there."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from redivider.data.order import draw, permutation
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Labelled images, and what is usually done to them in training.
+    """Labelled images in memory, and their usual augmentation.
 
     images = load("cifar10", train=True)
     batches = images.batches(64, train=True, seed=0, device="cuda")
@@ -21,17 +21,18 @@ class Images:
 
     name: str
     pixels: Tensor
-    """uint8 (N, C, H, W)"""
+    """Images, uint8 of shape (N, C, H, W)."""
     labels: Tensor
-    """int64 (N,)"""
+    """Classes, int64 of shape (N,)."""
     num_classes: int
     mean: tuple[float, ...]
-    """Of each channel, as a part of 255."""
+    """Mean of each channel, of pixels scaled to [0, 1]."""
     std: tuple[float, ...]
+    """Standard deviation of each channel, of pixels scaled to [0, 1]."""
     padding: int = 0
-    """Zeros around an image out of which a random crop is cut."""
+    """Width of the border of zeros for random crops."""
     flip: bool = False
-    """Whether half of the images are mirrored."""
+    """True to mirror half of the images at random."""
 
     def __post_init__(self) -> None:
         num, channels = self.pixels.shape[:2]
@@ -46,12 +47,12 @@ class Images:
 
     @property
     def channels(self) -> int:
-        """Of an image."""
+        """Number of channels of an image."""
         return self.pixels.shape[1]
 
     @property
     def image_size(self) -> int:
-        """Rows of an image; its columns are as many."""
+        """Number of rows of an image, which is square."""
         return self.pixels.shape[2]
 
     def batches(
@@ -66,18 +67,19 @@ class Images:
         padding: int | None = None,
         flip: bool | None = None,
     ) -> "ImageBatches":
-        """Batches of normalised images and their labels.
+        """Return batches of normalised images and their labels.
 
         Args:
-            batch_size: Images in a batch.
-            train: Shuffle, crop and flip; otherwise all images as they are, in order.
-            seed: Of the order, the crops and the flips.
-            device: Where batches are made; the images are moved there if they fill less than half
-                of its free memory.
-            dtype: Of the images in a batch.
-            channels_last: Their memory format.
-            padding: As this set's, unless given; 0 for no random crop.
-            flip: As this set's, unless given.
+            batch_size: Number of images in a batch.
+            train: Shuffle, crop and flip; otherwise take all images unchanged, in order.
+            seed: Seed of the order, the crops and the flips.
+            device: Device of the batches; the images are moved there if they fill at most half of
+                its free memory.
+            dtype: Dtype of the images in a batch.
+            channels_last: Whether the images have the channels-last memory format.
+            padding: Border of zeros for random crops; by default that of the data set, 0 for no
+                random crop.
+            flip: Whether to mirror half of the images; by default that of the data set.
         """
         return ImageBatches(
             self,
@@ -95,7 +97,7 @@ class Images:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """All that is random in an epoch, by position."""
+    """Random numbers of an epoch, by position."""
 
     number: int
     order: Tensor
@@ -105,7 +107,7 @@ class _Epoch:
 
 
 class ImageBatches(Batches):
-    """Batches of images in memory; made by `Images.batches`."""
+    """Batches of images in memory, created by `Images.batches`."""
 
     def __init__(
         self,
@@ -127,44 +129,46 @@ class ImageBatches(Batches):
                 f"padding must be 0 or more and less than the images' size of {images.image_size}, "
                 f"got {padding}"
             )
-        home = self.device if _fits(images.pixels, self.device) else torch.device("cpu")
-        self._pixels, self._labels = images.pixels.to(home), images.labels.to(home)
+        storage = self.device if _fits(images.pixels, self.device) else torch.device("cpu")
+        self._pixels, self._labels = images.pixels.to(storage), images.labels.to(storage)
         self._normalise, self._padding, self._flip = normalise, padding, flip
         self._epoch: _Epoch | None = None
 
     def _take(self, span: Span) -> Batch:
-        here = slice(span.start, span.stop)
+        positions = slice(span.start, span.stop)
         if not self.train:
-            x, y = self._sent(self._pixels[here]), self._sent(self._labels[here])
-            return self._normalise(x), y.clone()  # not a view of the labels themselves
-        epoch = self._drawn(span.epoch)
-        index = epoch.order[here]
-        x, y = self._sent(self._pixels[index]), self._sent(self._labels[index])
+            x = self._to_device(self._pixels[positions])
+            y = self._to_device(self._labels[positions])
+            return self._normalise(x), y.clone()  # not a view, which a caller could write through
+        epoch = self._draw_epoch(span.epoch)
+        index = epoch.order[positions]
+        x, y = self._to_device(self._pixels[index]), self._to_device(self._labels[index])
         if self._padding or self._flip:
-            cut = epoch.top[here], epoch.left[here], epoch.flip[here]
-            x = crop_and_flip(x, *cut, padding=self._padding)
+            crop = epoch.top[positions], epoch.left[positions], epoch.flip[positions]
+            x = crop_and_flip(x, *crop, padding=self._padding)
         return self._normalise(x), y
 
-    def _drawn(self, number: int) -> _Epoch:
-        """The epoch's random numbers; kept, since the next step most likely needs them too."""
+    def _draw_epoch(self, number: int) -> _Epoch:
+        """Return the random numbers of an epoch; keep them, since the next step needs them too."""
         if self._epoch is None or self._epoch.number != number:
-            where = {"seed": self.seed, "epoch": number}
-            order = permutation(self.num_samples, device=self._pixels.device, **where)
+            key = {"seed": self.seed, "epoch": number}
+            order = permutation(self.num_samples, device=self._pixels.device, **key)
             positions = torch.arange(self.num_samples, device=self.device)
-            chance = draw(positions, purpose="crop and flip", **where)
-            cuts = 2 * self._padding + 1
-            flip = (chance // cuts**2 % 2).bool() & self._flip
-            self._epoch = _Epoch(number, order, chance % cuts, chance // cuts % cuts, flip)
+            bits = draw(positions, purpose="crop and flip", **key)
+            # One number gives all three: top and left in base `offsets`, and a bit for the flip.
+            offsets = 2 * self._padding + 1
+            flip = (bits // offsets**2 % 2).bool() & self._flip
+            self._epoch = _Epoch(number, order, bits % offsets, bits // offsets % offsets, flip)
         return self._epoch
 
-    def _sent(self, batch: Tensor) -> Tensor:
+    def _to_device(self, batch: Tensor) -> Tensor:
         if batch.device == self.device:
             return batch
         return batch.pin_memory().to(self.device, non_blocking=True)
 
 
 def _fits(pixels: Tensor, device: torch.device) -> bool:
-    """Whether they may live there: models need memory too."""
+    """Return True if the pixels take at most half of the free memory; models need memory too."""
     if device.type != "cuda" or pixels.device == device:
         return True
     return pixels.nbytes <= torch.cuda.mem_get_info(device)[0] // 2

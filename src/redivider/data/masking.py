@@ -1,8 +1,8 @@
-"""Hidden tokens: what a masked language model is asked for.
+"""Masking for masked language models.
 
-Devlin et al. 2018: of the tokens that are asked for, eight of ten are replaced by a mask, one by
-any token, and one is left as it is. As in RoBERTa (Liu et al. 2019) every epoch hides others. Every
-window has as many of them, so that all batches weigh the same.
+Devlin et al. 2018: of the tokens to predict, 80 % are replaced by the mask token, 10 % by a random
+token, and 10 % stay unchanged. As in RoBERTa (Liu et al. 2019), every epoch masks other tokens. All
+windows have the same number of targets, so that all batches have the same weight.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from torch import Tensor
 from redivider.data.errors import DataError
 from redivider.data.order import draw
 
-IGNORED = -100  # what torch's cross-entropy leaves out
+IGNORED = -100  # target that torch's cross-entropy ignores
 
 
 @dataclass(frozen=True)
 class Masking:
-    """Which tokens are hidden: a pure function of the seed, the epoch and their place."""
+    """Choice of masked tokens: a pure function of the seed, the epoch and the position."""
 
     rate: float
-    """The part of a window's tokens that is asked for; one token at least."""
+    """Fraction of the tokens of a window to predict; at least one token."""
     mask: int
-    """The token that stands for a hidden one: the first number that no other token has."""
+    """Mask token: the first number that no other token has."""
     seed: int
 
     def __post_init__(self) -> None:
@@ -35,22 +35,23 @@ class Masking:
             )
 
     def hide(
-        self, tokens: Tensor, places: Tensor, only: Tensor, *, epoch: int
+        self, tokens: Tensor, positions: Tensor, eligible: Tensor, *, epoch: int
     ) -> tuple[Tensor, Tensor]:
-        """What the model sees of windows, and its targets.
+        """Return the masked windows and their targets.
 
         Args:
             tokens: Windows of shape (N, context).
-            places: Where in the text each token is.
-            only: Those that may be asked for, one at least in each window.
-            epoch: Its number.
+            positions: Position of each token in the text.
+            eligible: Whether each token may be a target; at least one in each window.
+            epoch: Number of the epoch.
         """
-        where = {"seed": self.seed, "epoch": epoch}
-        chances = draw(places, purpose="hidden", **where).masked_fill(~only, 2**63 - 1)
-        ranks = chances.argsort(1).argsort(1)
-        asked = ranks < (self.rate * only.sum(1, keepdim=True)).round().clamp(min=1)
-        fate = draw(places, purpose="fate of the hidden", **where) % 10
-        others = draw(places, purpose="in place of the hidden", **where) % self.mask
-        seen = torch.where(asked & (fate < 8), self.mask, tokens)
-        seen = torch.where(asked & (fate == 8), others, seen)
-        return seen, torch.where(asked, tokens, IGNORED)
+        key = {"seed": self.seed, "epoch": epoch}
+        # The tokens with the smallest random numbers are the targets; ineligible ones come last.
+        priority = draw(positions, purpose="hidden", **key).masked_fill(~eligible, 2**63 - 1)
+        rank = priority.argsort(1).argsort(1)
+        is_target = rank < (self.rate * eligible.sum(1, keepdim=True)).round().clamp(min=1)
+        fate = draw(positions, purpose="fate of the hidden", **key) % 10
+        random_tokens = draw(positions, purpose="in place of the hidden", **key) % self.mask
+        inputs = torch.where(is_target & (fate < 8), self.mask, tokens)
+        inputs = torch.where(is_target & (fate == 8), random_tokens, inputs)
+        return inputs, torch.where(is_target, tokens, IGNORED)

@@ -1,11 +1,11 @@
-"""Pickles of numpy arrays, read without running what they say.
+"""Safe reading of pickled numpy arrays.
 
-A pickle is a program that may call anything. CIFAR's and ImageNet32's only ever build dictionaries,
-lists, numbers, strings and arrays; so the few names that their programs use are bound to the
-stand-ins below, which keep bytes and shapes and do nothing else, and every other name is refused.
-numpy itself is never asked: its own way to restore an array trusts the pickle.
+A pickle is a program that may call anything. Those of CIFAR and ImageNet32 only build dictionaries,
+lists, numbers, strings and arrays. The few names that they use are bound to the stand-ins below,
+which keep bytes and shapes and do nothing else. Every other name is refused. numpy itself is not
+used, because it trusts the pickle when it restores an array.
 
-Pickles up to protocol 4 are read; later ones than these data sets bring more instructions.
+Pickles up to protocol 4 can be read. The data sets need no later one, which has more instructions.
 """
 
 import io
@@ -30,7 +30,8 @@ DTYPES = {
 }
 
 
-# Makers of any object, ids and numbers that stand for one, buffers of any size.
+# Instructions that create arbitrary objects, refer to persistent or registered ones, or reserve
+# buffers of any size.
 REFUSED = (
     *(pickle.INST, pickle.OBJ, pickle.NEWOBJ, pickle.NEWOBJ_EX),
     *(pickle.PERSID, pickle.BINPERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4),
@@ -39,33 +40,33 @@ REFUSED = (
 
 
 def read_pickle(content: bytes, *, where: object, advice: str) -> dict[str, Any]:
-    """The dictionary in a pickle, with its arrays as tensors.
+    """Read the dictionary in a pickle, with its arrays as tensors.
 
     Args:
-        content: The pickle.
-        where: Where it is from, for errors.
-        advice: What to do when it cannot be read, for errors.
+        content: Bytes of the pickle.
+        where: Origin of the pickle, for errors.
+        advice: Remedy to append to errors.
     """
     try:
-        # Strings of Python 2 stay bytes; arrays hide in them.
-        found = _Unpickler(io.BytesIO(content), encoding="bytes").load()
-        if not isinstance(found, dict):
-            raise pickle.UnpicklingError(f"it holds a {type(found).__name__}, not a dictionary")
-        return {_text(key): _restored(value) for key, value in found.items()}
+        # Strings of Python 2 stay bytes, since they hold the data of arrays.
+        contents = _Unpickler(io.BytesIO(content), encoding="bytes").load()
+        if not isinstance(contents, dict):
+            raise pickle.UnpicklingError(f"it holds a {type(contents).__name__}, not a dictionary")
+        return {_text(key): _unwrap(value) for key, value in contents.items()}
     except _Refused as error:
         raise DataError(
             f"{where} asks for {reason(error)}, which no array needs, and was not read; {advice}"
         ) from None
-    except Exception as error:  # whatever a broken program may lead to
+    except Exception as error:  # a broken program may raise anything
         raise DataError(f"{where} is damaged or cut short ({reason(error)}); {advice}") from None
 
 
 class _Refused(Exception):
-    """The pickle wants something by name that arrays do not need."""
+    """Name in a pickle that arrays do not need."""
 
 
 class _DType:
-    """Stands for a numpy.dtype: its code, and the order of bytes."""
+    """Stand-in for a numpy.dtype: its code and byte order."""
 
     def __init__(self, code: Any) -> None:
         self.code, self.order = _text(code).lstrip("<|="), "<"
@@ -73,23 +74,23 @@ class _DType:
     def __setstate__(self, state: Any) -> None:
         self.order = _text(state[1])
 
-    def kind(self) -> torch.dtype:
+    def to_torch(self) -> torch.dtype:
         if self.code not in DTYPES or self.order not in ("<", "|", "="):
             raise pickle.UnpicklingError(f"an array of {self.order}{self.code} is unexpected")
         return DTYPES[self.code]
 
 
 class _Array:
-    """Stands for a numpy.ndarray: its bytes, and how to see them."""
+    """Stand-in for a numpy.ndarray: its bytes and layout."""
 
     def __init__(self) -> None:
-        self.shape, self.dtype, self.content, self.columns_first = (0,), _DType("u1"), b"", False
+        self.shape, self.dtype, self.content, self.fortran_order = (0,), _DType("u1"), b"", False
 
     def __setstate__(self, state: Any) -> None:
-        _, self.shape, self.dtype, self.columns_first, self.content = state
+        _, self.shape, self.dtype, self.fortran_order, self.content = state
 
-    def tensor(self) -> Tensor:
-        dtype = self.dtype.kind()
+    def to_tensor(self) -> Tensor:
+        dtype = self.dtype.to_torch()
         if len(self.content) != prod(self.shape) * dtype.itemsize:
             raise pickle.UnpicklingError(
                 f"an array of shape {self.shape} has {len(self.content)} bytes"
@@ -97,13 +98,13 @@ class _Array:
         if not self.content:
             return torch.empty(self.shape, dtype=dtype, device="cpu")
         flat = torch.frombuffer(bytearray(self.content), dtype=dtype)
-        if not self.columns_first:
+        if not self.fortran_order:
             return flat.view(self.shape)
         return flat.view(self.shape[::-1]).permute(*reversed(range(len(self.shape)))).contiguous()
 
 
 class _Name:
-    """What a name in the pickle is bound to: it can be called, and cannot be changed."""
+    """Binding of a name in a pickle: it can be called, but not changed."""
 
     __slots__ = ("_function",)
 
@@ -118,13 +119,13 @@ class _Name:
 
 
 def _reconstruct(kind: Any, shape: Any, code: Any) -> _Array:
-    return _Array()  # empty until its state comes
+    return _Array()  # empty; the pickle sets its state next
 
 
 def _scalar(dtype: Any, content: Any) -> Any:
     array = _Array()
     array.__setstate__((1, (), dtype, False, content))
-    return array.tensor().item()
+    return array.to_tensor().item()
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
@@ -147,19 +148,19 @@ def _refuse(unpickler: object) -> NoReturn:
 
 
 class _Unpickler(pickle._Unpickler):
-    """The one in Python: the one in C reserves as much memory as a wrong number may tell it to."""
+    """Unpickler in Python; the one in C allocates whatever size a damaged pickle asks for."""
 
     dispatch = pickle._Unpickler.dispatch | dict.fromkeys((code[0] for code in REFUSED), _refuse)
 
     def find_class(self, module: str, name: str) -> Any:
-        known = NAMES.get(f"{module}.{name}")
-        if known is None:
+        binding = NAMES.get(f"{module}.{name}")
+        if binding is None:
             raise _Refused(f"{module}.{name}")
-        return known
+        return binding
 
 
-def _restored(value: Any) -> Any:
-    return value.tensor() if isinstance(value, _Array) else value
+def _unwrap(value: Any) -> Any:
+    return value.to_tensor() if isinstance(value, _Array) else value
 
 
 def _text(value: Any) -> str:

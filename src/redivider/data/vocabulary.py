@@ -1,7 +1,7 @@
-"""Vocabularies: text to numbers and back. Bytes, or byte pairs (BPE) learnt from the text.
+"""Vocabularies: bytes, or byte pairs (BPE) learnt from the text.
 
-Sennrich, Haddow and Birch 2016; over bytes as in GPT-2, so that any text can be written and comes
-back as it was. Lines are taken one by one: no token reaches over a line's end.
+BPE is that of Sennrich, Haddow and Birch 2016, over bytes as in GPT-2, so that any text can be
+encoded and decoded without loss. Lines are encoded separately: no token crosses the end of a line.
 """
 
 import hashlib
@@ -16,29 +16,29 @@ import torch
 from torch import Tensor
 
 from redivider.data.errors import DataError, reason, require
-from redivider.data.files import beside
+from redivider.data.files import atomic_write
 
-LINES = 10_000  # encoded at a time: what the encoder says of a token takes far more than its number
+LINES = 10_000  # encoded at a time: the encoder's record of a token is far larger than its number
 
 _log = logging.getLogger(__name__)
 
 
 class Vocabulary(ABC):
-    """A way to write text as numbers below `size`."""
+    """Encoding of text as tokens, which are numbers below `size`."""
 
     size: int
 
     @abstractmethod
     def encode(self, content: bytes, *, where: Path) -> Tensor:
-        """Text to numbers, one-dimensional; `where` it is from is for errors."""
+        """Encode text to a one-dimensional tensor of tokens; `where` names its origin in errors."""
 
     @abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
-        """Numbers to text; broken characters become question marks."""
+        """Decode tokens to text; invalid UTF-8 becomes replacement characters."""
 
 
 class Bytes(Vocabulary):
-    """A token for each byte."""
+    """Vocabulary of single bytes."""
 
     size = 256
 
@@ -50,19 +50,19 @@ class Bytes(Vocabulary):
 
 
 class BytePairs(Vocabulary):
-    """A token for each byte, and for pairs of tokens that are often side by side."""
+    """Vocabulary of bytes and of frequent pairs of tokens (BPE)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.size = tokenizer.get_vocab_size()
 
     def encode(self, content: bytes, *, where: Path) -> Tensor:
-        found = array("i")
+        tokens = array("i")
         lines = _text(content, where).splitlines(keepends=True)
         for start in range(0, len(lines), LINES):
             for line in self._tokenizer.encode_batch_fast(lines[start : start + LINES]):
-                found.extend(line.ids)
-        return torch.frombuffer(found, dtype=torch.int32)
+                tokens.extend(line.ids)
+        return torch.frombuffer(tokens, dtype=torch.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
@@ -70,12 +70,12 @@ class BytePairs(Vocabulary):
 
 
 def byte_pairs(size: int, content: bytes, *, where: Path) -> BytePairs:
-    """The byte pairs of a text, from the file beside it if they were learnt before.
+    """Learn the byte pairs of a text, or load them from the file next to it.
 
     Args:
-        size: Tokens in the vocabulary, more than the 256 bytes; small texts have fewer.
-        content: The text to learn from.
-        where: Where the text is from; the vocabulary is kept in the same folder.
+        size: Number of tokens in the vocabulary, above 256; small texts yield fewer.
+        content: Text to learn from.
+        where: Path of the text; the vocabulary is saved in the same folder.
     """
     tokenizers = require("tokenizers", "a vocabulary of byte pairs")
     digest = hashlib.sha256(content).hexdigest()[:12]  # another text, another vocabulary
@@ -83,7 +83,7 @@ def byte_pairs(size: int, content: bytes, *, where: Path) -> BytePairs:
     if path.exists():
         try:
             return BytePairs(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the package has no class of its own
+        except Exception as error:  # the package raises plain exceptions
             raise DataError(
                 f"{path} is damaged ({reason(error)}); delete it and it is made again"
             ) from None
@@ -97,9 +97,9 @@ def byte_pairs(size: int, content: bytes, *, where: Path) -> BytePairs:
     )
     tokenizer.train_from_iterator(_text(content, where).splitlines(keepends=True), trainer)
     try:
-        with beside(path) as new:
-            new.write_text(tokenizer.to_str(), encoding="utf-8")
-    except OSError as error:  # the next run has to learn it again, and this one can go on
+        with atomic_write(path) as partial:
+            partial.write_text(tokenizer.to_str(), encoding="utf-8")
+    except OSError as error:  # this run can continue; the next one has to learn it again
         _log.warning("the vocabulary was not kept at %s (%s)", path, reason(error))
     return BytePairs(tokenizer)
 

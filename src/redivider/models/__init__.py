@@ -1,1 +1,1 @@
-"""Architectures as rows of units, one family a file."""
+"""Architectures as lists of units, one file per family."""

@@ -1,9 +1,8 @@
-"""All models by name."""
+"""Catalogue of all models by name."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from redivider.arithmetic import Arithmetic
 from redivider.chain import Chain
+from redivider.errors import did_you_mean
 from redivider.initial import materialise
 from redivider.models import gpt, mvit, resnet, revnet, roberta, swin, vit
 from redivider.models.options import OptionError
@@ -19,7 +19,7 @@ from redivider.models.parts import Units
 
 @dataclass(frozen=True)
 class Family:
-    """Models that differ in size alone: `create_model` knows them by prefix and size."""
+    """Models that differ only in size; a name is the prefix followed by the size."""
 
     prefix: str
     units: Callable[[Any], Units]
@@ -44,7 +44,7 @@ FAMILIES = (
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """The names that `create_model` knows and that match a pattern: `rd.list_models("rev_*")`."""
+    """Return the model names that match a pattern, for example `rd.list_models("rev_*")`."""
     return [name for name in _names() if fnmatchcase(name, pattern)]
 
 
@@ -58,7 +58,7 @@ def create_model(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Chain:
-    """Make a model: a chain whose first unit takes images or tokens and whose last gives scores.
+    """Create a model: a chain whose first unit takes images or tokens and whose last gives scores.
 
         model = rd.create_model("revnet18", num_classes=10, image_size=32)
 
@@ -66,14 +66,14 @@ def create_model(
         name: One of `list_models()`.
         backward: As for `Chain`.
         arithmetic: As for `Chain`.
-        seed: Of the first weights, which depend on it and on the names of the units alone.
-        device: Where the model is to be; "meta" leaves it without memory and weights.
-        dtype: Of its weights.
-        **options: Those of its family, such as `num_classes`, `image_size`, `depth` or `dropout`.
+        seed: Seed of the initial weights, which depend only on it and on the names of the units.
+        device: Device of the model; "meta" allocates no memory and draws no weights.
+        dtype: Dtype of the weights.
+        **options: Options of the family, such as `num_classes`, `image_size`, `depth` or `dropout`.
     """
     family, resolved = resolve(name, **options)
     device = torch.get_default_device() if device is None else torch.device(device)
-    with torch.device("meta"), _drawn_in_float32() as default_dtype:
+    with torch.device("meta"), _float32_by_default() as default_dtype:
         units = family.units(resolved)
         chain = Chain(units, backward=backward, arithmetic=arithmetic)
     if device.type != "meta":
@@ -82,29 +82,25 @@ def create_model(
 
 
 def resolve(name: str, **options: Any) -> tuple[Family, Any]:
-    """The family of a name, and its options: those of the size, changed by the caller's."""
+    """Return the family of a name and its options: those of the size, updated by the caller's."""
     names = _names()
     if name not in names:
-        close = get_close_matches(str(name), names, 1) or [n for n in names if str(name) in n]
-        hint = (
-            f"did you mean {close[0]!r}?"
-            if close
-            else "rd.list_models() or `redivider models` lists all"
-        )
+        longer = [longer for longer in names if str(name) in longer]
+        lists = "rd.list_models() or `redivider models` lists all"
+        hint = did_you_mean(str(name), names, f"did you mean {longer[0]!r}?" if longer else lists)
         raise OptionError(f"there is no model {name!r}; {hint}")
     family, size = names[name]
     known = [field.name for field in fields(family.options)]
     for option in options:
         if option not in known:
-            close = get_close_matches(option, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
+            hint = did_you_mean(option, known, f"it has {', '.join(known)}")
             raise OptionError(f"{name} has no option {option!r}; {hint}")
     return family, family.options(**{**family.sizes[size], **options})
 
 
 @contextmanager
-def _drawn_in_float32() -> Iterator[torch.dtype]:
-    """Build in float32, whatever the default is: other dtypes draw other numbers."""
+def _float32_by_default() -> Iterator[torch.dtype]:
+    """Build in float32 and yield the user's default dtype: other dtypes draw other numbers."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -1,9 +1,9 @@
-"""Cross-entropy without the logits: a language model's head and its loss, a chunk at a time.
+"""Cross-entropy without the full logits: head and loss of a language model, chunk by chunk.
 
 The logits of 8 sequences of 1,024 tokens over 50,000 words take 1.5 GiB, their softmax and its
-gradient as much again. Here the head is part of the loss: the forward takes one chunk of tokens
-after the other, computes its logits, loss and gradients, adds them up, and lets the logits go. The
-backward only scales what is there. No work is done twice, and what is kept is as large as the
+gradient as much again. Here the head is part of the loss. For one chunk of tokens after the other,
+the forward computes logits, loss and gradients, accumulates the last two, and frees the logits. The
+backward only scales the gradients. Nothing is recomputed, and the memory kept is that of the
 gradients.
 """
 
@@ -13,30 +13,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redivider._torch_private import has_forward_hooks
 from redivider.replay.autocast import is_autocast_enabled
 
 
 class ChunkedCrossEntropy(nn.Module):
-    """The mean cross-entropy of a linear head: equal to `F.cross_entropy(head(x), targets)`.
+    """Mean cross-entropy of a linear head, equal to `F.cross_entropy(head(x), targets)`.
 
         body, loss = model[:-1], rd.ChunkedCrossEntropy(model[-1])
         loss(body(tokens), targets).backward()
 
-    It trains the weights of the head that it is given, so the whole model stays usable. As the loss
-    of a pipeline it belongs to the last stage: `rd.Pipeline(body, loss=loss, ...)`.
+    It trains the weights of `head` itself, so the whole model stays usable. As the loss of a
+    pipeline it belongs to the last stage: `rd.Pipeline(body, loss=loss, ...)`.
 
     Args:
-        head: What makes logits of the model's output.
-        chunk: The number of tokens whose logits exist at one time.
-        ignore_index: The target of tokens that do not count.
+        head: Linear map from the model's output to logits.
+        chunk: Number of tokens whose logits exist at one time.
+        ignore_index: Target of tokens that the mean leaves out.
     """
 
     def __init__(self, head: nn.Linear, *, chunk: int = 1024, ignore_index: int = -100) -> None:
         super().__init__()
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise TypeError(
-                f"head must be a torch.nn.Linear that computes what it does, got "
-                f"{type(head).__name__}; use F.cross_entropy for others"
+                f"head must be a torch.nn.Linear whose forward is not overridden, got "
+                f"{type(head).__name__}; use F.cross_entropy for other heads"
             )
         if not isinstance(chunk, int) or chunk < 1:
             raise ValueError(f"chunk must be a number of tokens, 1 or more, got {chunk}")
@@ -45,10 +46,10 @@ class ChunkedCrossEntropy(nn.Module):
         self.ignore_index = ignore_index
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss of (..., width) against (...) words."""
-        if self.head._forward_hooks or self.head._forward_pre_hooks:
+        """Return the loss of features of shape (..., width) against targets of shape (...)."""
+        if has_forward_hooks(self.head):
             raise RuntimeError(
-                "the head has hooks (weight_norm and spectral_norm of torch.nn.utils are such), "
+                "the head has hooks (weight_norm and spectral_norm of torch.nn.utils add them), "
                 "which would not be called; use F.cross_entropy, or torch.nn.utils.parametrizations"
             )
         if x.dim() < 2 or x.shape[:-1] != targets.shape:
@@ -63,7 +64,7 @@ class ChunkedCrossEntropy(nn.Module):
             targets.flatten(),
             self.chunk,
             self.ignore_index,
-            torch.is_grad_enabled(),  # which it is not inside
+            torch.is_grad_enabled(),  # always off inside a Function
         )
         return loss
 
@@ -72,10 +73,10 @@ class ChunkedCrossEntropy(nn.Module):
 
 
 class _Chunked(torch.autograd.Function):
-    """Keeps the gradients of the sum of all losses, not yet divided by their number.
+    """Head and loss in one; keeps the gradients of the summed loss until the backward.
 
-    Those of the mean are so much smaller that float16 would lose them before a GradScaler's factor
-    comes, in the backward.
+    Gradients of the mean are much smaller: in float16 they would underflow before the backward
+    multiplies them by the scale of a GradScaler. So the backward divides by the count.
     """
 
     @staticmethod
@@ -91,33 +92,33 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:
         needs = [need and with_grad for need in ctx.needs_input_grad[:3]]
         head = [
-            each if each is None else each.detach().requires_grad_(need)
-            for each, need in zip((weight, bias), needs[1:], strict=True)
+            param if param is None else param.detach().requires_grad_(need)
+            for param, need in zip((weight, bias), needs[1:], strict=True)
         ]
-        sums = [
-            torch.zeros_like(each, dtype=_wide(each.dtype))
-            if each is not None and each.requires_grad
+        head_grads = [
+            torch.zeros_like(param, dtype=_at_least_float32(param.dtype))
+            if param is not None and param.requires_grad
             else None
-            for each in head
+            for param in head
         ]
-        parts, total = [], x.new_zeros((), dtype=_wide(x.dtype))
-        casted = _cast(head)
+        x_grads, total = [], x.new_zeros((), dtype=_at_least_float32(x.dtype))
+        cast_head = _autocast(head)
         chunks = zip(torch.split(x.detach(), chunk), torch.split(targets, chunk), strict=True)
-        for rows, wanted in chunks:
-            leaf = rows.requires_grad_(needs[0])
-            leaves = [each for each in (leaf, *head) if each is not None and each.requires_grad]
+        for chunk_x, chunk_targets in chunks:
+            chunk_x.requires_grad_(needs[0])
+            leaves = [leaf for leaf in (chunk_x, *head) if leaf is not None and leaf.requires_grad]
             with torch.set_grad_enabled(bool(leaves)):
-                loss = _sum_losses(leaf, casted, wanted, ignore_index)
+                loss = _sum_losses(chunk_x, cast_head, chunk_targets, ignore_index)
             total += loss.detach()
-            found = iter(torch.autograd.grad(loss, leaves)) if leaves else iter(())
+            grads = iter(torch.autograd.grad(loss, leaves)) if leaves else iter(())
             if needs[0]:
-                parts.append(next(found))
-            for each in sums:
-                if each is not None:
-                    each += next(found)
+                x_grads.append(next(grads))
+            for head_grad in head_grads:
+                if head_grad is not None:
+                    head_grad += next(grads)
         count = (targets != ignore_index).sum()
-        ctx.dtypes = [each if each is None else each.dtype for each in (x, weight, bias)]
-        ctx.save_for_backward(torch.cat(parts) if parts else None, *sums, count)
+        ctx.dtypes = [tensor if tensor is None else tensor.dtype for tensor in (x, weight, bias)]
+        ctx.save_for_backward(torch.cat(x_grads) if x_grads else None, *head_grads, count)
         return total / count
 
     @staticmethod
@@ -127,13 +128,13 @@ class _Chunked(torch.autograd.Function):
                 "create_graph=True needs the graph of the logits, which was not kept; use "
                 "F.cross_entropy for gradients of gradients"
             )
-        *gradients, count = ctx.saved_tensors
+        *grads, count = ctx.saved_tensors
         scale = dloss / count.clamp(min=1)
         scaled = [
-            None if each is None else (each * scale).to(dtype)
-            for each, dtype in zip(gradients, ctx.dtypes, strict=True)
+            None if grad is None else (grad * scale).to(dtype)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
-        return *scaled, *[None] * 4
+        return *scaled, *[None] * 4  # targets, chunk, ignore_index, with_grad
 
 
 def _sum_losses(x: Tensor, head: list[Tensor | None], targets: Tensor, ignore_index: int) -> Tensor:
@@ -145,18 +146,19 @@ def _sum_losses(x: Tensor, head: list[Tensor | None], targets: Tensor, ignore_in
     return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
 
 
-def _cast(head: list[Tensor | None]) -> list[Tensor | None]:
-    """As autocast would, once for all chunks, and without leaving casts of leaves in its cache."""
-    device = next(each for each in head if each is not None).device
+def _autocast(head: list[Tensor | None]) -> list[Tensor | None]:
+    """Cast the head as autocast does: once for all chunks, and without filling its cache."""
+    device = next(param for param in head if param is not None).device
     if not is_autocast_enabled(device):
         return head
     dtype = torch.get_autocast_dtype(device.type)
     with torch.enable_grad():
         return [
-            each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in head
+            param if param is None or param.dtype == torch.float64 else param.to(dtype)
+            for param in head
         ]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """A sum of many chunks is made in float32 at least, as a single product is."""
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which to sum over chunks; a single product accumulates so as well."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,8 +1,8 @@
 """GPT and Rev-GPT: causal language models.
 
-Radford et al. 2019 (GPT-2: learned positions, pre-norm, GELU by tanh), and the same residual
-functions as couplings: the stem goes into both streams, which are averaged before the last norm, so
-that the head is as wide as GPT's, and may be tied to the embedding.
+GPT is GPT-2 (Radford et al. 2019): learned positions, pre-norm, GELU approximated by tanh. Rev-GPT
+has the same residual functions as couplings. The stem feeds both streams, and their mean enters the
+last norm, so the head is as wide as GPT's and can be tied to the embedding.
 """
 
 from collections.abc import Iterator
@@ -27,24 +27,25 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Language):
-    """Of GPT and Rev-GPT."""
+    """Options of GPT and Rev-GPT."""
 
     def functions(self) -> Iterator[tuple[str, nn.Module]]:
-        """The residual functions in order, with the names of their units."""
-        std = 0.02, 0.02 / (2 * self.depth) ** 0.5  # the sum of all begins as large as one
+        """Yield the residual functions in order, with the names of their units."""
+        # The outputs of the 2 * depth residual functions add up to the variance of one.
+        std = 0.02, 0.02 / (2 * self.depth) ** 0.5
         tanh_gelu = partial(nn.GELU, approximate="tanh")
         return transformer_layers(self, nn.LayerNorm, tanh_gelu, causal=True, std=std)
 
 
 def gpt(options: Options) -> Units:
-    """The units of a GPT: stem, two for each layer, norm, head."""
+    """Build the units of a GPT: stem, two per layer, norm, head."""
     layers = {name: Residual(f) for name, f in options.functions()}
     norm = nn.LayerNorm(options.width)
     return options.with_head({"stem": _stem(options), **layers, "norm": norm}, bias=False)
 
 
 def rev_gpt(options: Options) -> Units:
-    """The units of a Rev-GPT: stem, two for each layer, norm, head."""
+    """Build the units of a Rev-GPT: stem, two per layer, norm, head."""
     stem = _stem(options).append(Duplicate())
     layers = {name: Coupling(f) for name, f in options.functions()}
     norm = named(fuse=Fuse("mean"), norm=nn.LayerNorm(options.width))

@@ -1,4 +1,4 @@
-"""What hierarchical transformers share: stages that halve the image and double the width."""
+"""Hierarchical transformers: stages that halve the side of the map and double the width."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,30 +16,30 @@ from redivider.models.options import (
 )
 from redivider.models.parts import Linear, named
 
-STD = 0.02  # of first weights
+STD = 0.02  # of the initial weights
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers that work on maps of one size."""
+    """Consecutive layers that work on maps of the same size."""
 
     number: int
-    """From 0."""
+    """Index of the stage, from 0."""
     width: int
     heads: int
     side: int
-    """Of the square map, in tokens."""
+    """Side of the square map, in tokens."""
     layers: range
-    """Their numbers in the whole network."""
+    """Indices of its layers in the whole network."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchy(Images, Drops):
-    """Images in patches, and stages of layers. Width and heads are the first stage's."""
+    """Options of hierarchical transformers; `width` and `heads` are those of the first stage."""
 
     width: int
     depths: tuple[int, ...]
-    """Layers of each stage."""
+    """Number of layers of each stage."""
     heads: int
     patch_size: int = 4
 
@@ -67,22 +67,22 @@ class Hierarchy(Images, Drops):
         return self.width << (len(self.depths) - 1)
 
     def stages(self) -> Iterator[Stage]:
-        """All of them in order."""
+        """Yield the stages in order."""
         first = 0
         for number, depth in enumerate(self.depths):
-            grown = 2**number
+            factor = 2**number
             yield Stage(
                 number,
-                self.width * grown,
-                self.heads * grown,
-                self.image_size // self.patch_size // grown,
+                self.width * factor,
+                self.heads * factor,
+                self.image_size // self.patch_size // factor,
                 range(first, first + depth),
             )
             first += depth
 
 
 def fusion(width: int) -> nn.Sequential:
-    """Two streams to one, by a perceptron that sees both, as in Rev-Swin's published code."""
+    """Build an MLP that fuses two streams into one, as in the published code of Rev-Swin."""
     return named(
         both=Fuse("concat"),
         mix=Linear(2 * width, 2 * width, std=STD),

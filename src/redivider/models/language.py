@@ -1,7 +1,7 @@
-"""What language models share: tokens in, a score for every word of the vocabulary out.
+"""Language models: tokens in, a logit for every word of the vocabulary out.
 
-The last unit is the head alone, a linear map: for a large vocabulary let a `ChunkedCrossEntropy`
-have it instead, so that the logits never exist as a whole (see cross_entropy.py).
+The last unit is the head alone, a linear map. For a large vocabulary hand it to a
+`ChunkedCrossEntropy` instead, so that the logits never exist as a whole (see cross_entropy.py).
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from redivider.models.parts import Linear, Positions, Units
 
 @dataclass(frozen=True, kw_only=True)
 class Language(Layers):
-    """Of language models; `tied` lets head and embedding have the same weights."""
+    """Options of language models; with `tied`, head and embedding share their weights."""
 
     masked: ClassVar[bool] = False
-    """Whether it learns words that were hidden from it; otherwise the next word."""
+    """True for models that predict masked words, False for those that predict the next word."""
 
     vocabulary: int = 50257
     context: int = 1024
@@ -31,18 +31,18 @@ class Language(Layers):
         verify_flag(self, "tied")
 
     def example(self, batch: int = 8) -> Tensor:
-        """A batch of random tokens."""
+        """Return a batch of random tokens."""
         return torch.randint(self.vocabulary, (batch, self.context))
 
     def embedding(self) -> dict[str, nn.Module]:
-        """The parts of a stem that make vectors of tokens and their places."""
+        """Build the parts of the stem that embed tokens and positions."""
         return {
             "tokens": Embedding(self.vocabulary, self.width),
             "positions": Positions(self.context, self.width),
         }
 
     def with_head(self, units: Units, *, bias: bool) -> Units:
-        """All units, the head last."""
+        """Return the units with the head appended."""
         head = Linear(self.width, self.vocabulary, std=0.02, bias=bias)
         if self.tied:
             head.weight = units["stem"].tokens.weight  # type: ignore[union-attr, assignment]
@@ -50,7 +50,7 @@ class Language(Layers):
 
 
 class Embedding(nn.Embedding):
-    """Tokens to vectors that begin small."""
+    """Embedding with small initial weights."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)

@@ -1,10 +1,10 @@
-"""MViT and Rev-MViT: attention whose keys, values and at times queries are pooled maps.
+"""MViT and Rev-MViT: attention with pooled keys and values, and queries pooled between stages.
 
-Fan et al. 2021 for images, with a class token and wider channels made inside attention (as in Li et
-al. 2022, and in the reversible one), and Mangalam et al. 2022: layers that keep the shape are
-couplings, with the pooling inside of F; the first layer of a later stage is two junctions, which
-fuse the streams, attend with pooled queries, and give the result to both streams. No class token
-there: the head reads the averages of both streams side by side.
+MViT is that of Fan et al. 2021 for images, with a class token. Attention widens the channels, as in
+Li et al. 2022 and in Rev-MViT. Rev-MViT is that of Mangalam et al. 2022. Layers that keep the shape
+are couplings, with the pooling inside of F. The first layer of a later stage is two junctions: they
+fuse the streams, attend with pooled queries, and feed the result to both streams. There is no class
+token; the head reads the means of both streams, concatenated.
 """
 
 from collections.abc import Iterator
@@ -42,10 +42,10 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Hierarchy):
-    """Of MViT and Rev-MViT."""
+    """Options of MViT and Rev-MViT."""
 
     pool: int = 4
-    """The stride at which the first stage pools keys and values; later ones halve it, down to 1."""
+    """Stride with which the first stage pools keys and values; later ones halve it, down to 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,11 +53,11 @@ class Options(Hierarchy):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of an image in the first stage, without a class token."""
+        """Number of tokens in the first stage, without the class token."""
         return (self.image_size // self.patch_size) ** 2
 
     def layers(self, *, num_extra: int) -> Iterator["Layer"]:
-        """All layers in order; `num_extra` tokens before those of the map are not pooled."""
+        """Yield the layers in order; the first `num_extra` tokens are not part of the map."""
         for stage in self.stages():
             for number in stage.layers:
                 shrinks = stage.number > 0 and number == stage.layers.start
@@ -66,7 +66,7 @@ class Options(Hierarchy):
 
 @dataclass(frozen=True)
 class Layer:
-    """Attention and MLP; where it `shrinks`, it halves the map and doubles the width."""
+    """Attention and MLP; with `shrinks`, they halve the side of the map and double the width."""
 
     options: Options
     stage: Stage
@@ -76,11 +76,11 @@ class Layer:
 
     @property
     def before(self) -> int:
-        """The width of its input."""
+        """Width of the input."""
         return self.stage.width // 2 if self.shrinks else self.stage.width
 
     def attention(self) -> "PooledAttention":
-        """Of the layer's input, after its norm."""
+        """Build the attention, which follows a norm."""
         return PooledAttention(
             self.before,
             self.stage.width,
@@ -93,7 +93,7 @@ class Layer:
         )
 
     def functions(self) -> Iterator[tuple[str, nn.Module]]:
-        """Its residual functions; of one that shrinks, the MLP alone."""
+        """Yield residual functions and the names of their units; if it shrinks, only the MLP."""
         width, drops = self.stage.width, self.options.drops_of(self.number)
         if not self.shrinks:
             yield f"layer{self.number}_attention", residual(Norm(width), self.attention(), **drops)
@@ -102,17 +102,17 @@ class Layer:
 
 
 class PooledAttention(nn.Module):
-    """Self-attention over the tokens of a square map, which are pooled first.
+    """Self-attention over the tokens of a square map, with pooled queries, keys and values.
 
     Args:
-        width: Of a token.
-        out: Width of what comes out.
-        heads: Their number, which divides that.
-        side: Of the map.
-        query_stride: That of the queries' pooling; 1 leaves them as they are.
-        stride: That of the keys' and values' pooling.
-        num_extra: Tokens before those of the map, which are not pooled.
-        dropout: Of the attention's weights.
+        width: Width of an input token.
+        out: Width of an output token.
+        heads: Number of heads; it divides `out`.
+        side: Side of the map, in tokens.
+        query_stride: Stride with which queries are pooled; 1 for no pooling.
+        stride: Stride with which keys and values are pooled.
+        num_extra: Number of tokens before those of the map, which are not pooled.
+        dropout: Dropout rate of the attention weights.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class PooledAttention(nn.Module):
         super().__init__()
         self.heads, self.dropout = heads, dropout
         self.qkv = Linear(width, 3 * out, std=STD)
-        made_for = {"side": side, "num_extra": num_extra}
+        layout = {"side": side, "num_extra": num_extra}
         self.pool_q = (
-            MapPool(out // heads, query_stride, **made_for) if query_stride > 1 else nn.Identity()
+            MapPool(out // heads, query_stride, **layout) if query_stride > 1 else nn.Identity()
         )
-        self.pool_k = MapPool(out // heads, stride, **made_for)
-        self.pool_v = MapPool(out // heads, stride, **made_for)
+        self.pool_k = MapPool(out // heads, stride, **layout)
+        self.pool_v = MapPool(out // heads, stride, **layout)
         self.out = Linear(out, out, std=STD)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class PooledAttention(nn.Module):
 
 
 class MapPool(nn.Module):
-    """Pools each head of (batch, heads, tokens, width) as a map, by a learned filter and a norm."""
+    """Pooling of (batch, heads, tokens, width) by a learned filter and a norm, head by head."""
 
     def __init__(self, width: int, stride: int, *, side: int, num_extra: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class MapPool(nn.Module):
 
 
 def on_map(function: nn.Module, x: Tensor, side: int, num_extra: int) -> Tensor:
-    """Apply to tokens (..., tokens, width) as a map; those before the map's stay as they are."""
+    """Apply a function to tokens (..., tokens, width) as a map; skip the first `num_extra`."""
     extra, tokens = x[..., :num_extra, :], x[..., num_extra:, :]
     maps = tokens.reshape(-1, side, side, x.shape[-1]).permute(0, 3, 1, 2)
     pooled = function(maps).flatten(2).transpose(1, 2).unflatten(0, x.shape[:-2])
@@ -186,13 +186,13 @@ class Shrink(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         n = self.norm(x)
-        kept = on_map(self.pool, self.shortcut(n), self.side, self.num_extra)
-        y: Tensor = kept + self.drop_path(self.dropout(self.body(n)))
-        return y.to(x.dtype)  # autocast does not narrow a stream
+        shortcut = on_map(self.pool, self.shortcut(n), self.side, self.num_extra)
+        y: Tensor = shortcut + self.drop_path(self.dropout(self.body(n)))
+        return y.to(x.dtype)  # streams keep their dtype under autocast
 
 
 def mvit(options: Options) -> Units:
-    """The units of an MViT: stem, two for each layer, head."""
+    """Build the units of an MViT: stem, two per layer, head."""
     stem = named(
         patches=OverlappingPatches(options),
         token=ClassToken(options.width, std=STD),
@@ -213,7 +213,7 @@ def mvit(options: Options) -> Units:
 
 
 def rev_mvit(options: Options) -> Units:
-    """The units of a Rev-MViT: stem, two for each layer, head."""
+    """Build the units of a Rev-MViT: stem, two per layer, head."""
     stem = named(
         patches=OverlappingPatches(options),
         positions=Positions(options.num_tokens, options.width),

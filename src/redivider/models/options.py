@@ -1,4 +1,4 @@
-"""What a model is made for, and how errors say that it cannot be made so."""
+"""Options that the families share, and their validation."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class OptionError(ValueError):
-    """Options that no model can have."""
+    """Invalid name or options of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """Square images in, a score per class out."""
+    """Options of models that take square images and return a score per class."""
 
     num_classes: int = 1000
     image_size: int = 224
@@ -24,13 +24,13 @@ class Images:
         verify_positive(self, "num_classes", "image_size", "in_channels")
 
     def example(self, batch: int = 8) -> Tensor:
-        """A batch of noise."""
+        """Return a batch of noise."""
         return torch.randn(batch, self.in_channels, self.image_size, self.image_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drops(ABC):
-    """What a transformer drops in training.
+    """Dropout rates of a transformer.
 
     Drop-path rises over the layers, from 0 in the first to `drop_path` in the last.
     """
@@ -48,23 +48,23 @@ class Drops(ABC):
     @property
     @abstractmethod
     def num_layers(self) -> int:
-        """Layers of the whole network."""
+        """Number of layers in the whole network."""
 
     def drops_of(self, layer: int) -> dict[str, float]:
-        """Dropout and drop-path of what one layer adds to its stream."""
+        """Return the dropout and drop-path rates of the residual functions of a layer."""
         rise = layer / max(1, self.num_layers - 1)
         return {"dropout": self.dropout, "drop_path": self.drop_path * rise}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layers(Drops):
-    """The size of a transformer whose layers are alike, and its dropout."""
+    """Options of a transformer whose layers all have the same size."""
 
     width: int
     depth: int
     heads: int
     hidden: int | None = None
-    """Width of the MLP's middle; 4 times the width unless set."""
+    """Hidden width of the MLP; 4 times `width` by default."""
 
     def __post_init__(self) -> None:
         verify_positive(self, "width", "depth", "heads")
@@ -79,12 +79,12 @@ class Layers(Drops):
 
     @property
     def middle(self) -> int:
-        """Width of the MLP's middle."""
+        """Hidden width of the MLP."""
         return 4 * self.width if self.hidden is None else self.hidden
 
 
 def verify_heads(width: int, heads: int) -> None:
-    """Refuse heads that cannot share the width."""
+    """Raise if the number of heads does not divide the width."""
     if width % heads:
         raise OptionError(
             f"width {width} cannot be shared out among {heads} heads; "
@@ -93,7 +93,7 @@ def verify_heads(width: int, heads: int) -> None:
 
 
 def verify_depths(options: object, of: str) -> None:
-    """Refuse `depths` that are not 1 or more blocks for each of several parts."""
+    """Raise unless `depths` has 1 or more blocks for every group or stage; make it a tuple."""
     depths = options.depths  # type: ignore[attr-defined]
     is_list = isinstance(depths, tuple | list) and len(depths) > 0
     if not is_list or not all(map(is_count, depths)):
@@ -102,7 +102,10 @@ def verify_depths(options: object, of: str) -> None:
 
 
 def verify_positive(options: object, *names: str) -> None:
-    """Refuse sizes below 1; those of other libraries become Python's, which do not overflow."""
+    """Raise unless sizes are whole numbers, 1 or more; convert them to `int`.
+
+    Integers of other libraries, such as numpy.int32, may overflow.
+    """
     for name in names:
         value = getattr(options, name)
         if not is_count(value):
@@ -111,14 +114,14 @@ def verify_positive(options: object, *names: str) -> None:
 
 
 def verify_flag(options: object, *names: str) -> None:
-    """Refuse what is neither True nor False."""
+    """Raise unless flags are True or False."""
     for name in names:
         if not isinstance(getattr(options, name), bool):
             raise OptionError(f"{name} must be True or False, got {getattr(options, name)!r}")
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number, 1 or more, of any integer type."""
+    """Return True for a whole number, 1 or more, of any integer type."""
     try:
         return not isinstance(value, bool) and index(value) >= 1  # type: ignore[arg-type]
     except TypeError:

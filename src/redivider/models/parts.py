@@ -1,7 +1,7 @@
-"""What several families are made of.
+"""Modules that several families share.
 
-Every module here with weights has `reset_parameters`, so that models can be built on the meta
-device and get their weights later.
+Every module with weights has `reset_parameters`, so that models can be built on the meta device and
+get their weights later.
 """
 
 from collections import OrderedDict
@@ -16,11 +16,11 @@ from redivider.models.options import Layers
 
 Units = dict[str, nn.Module]
 Norm = partial(nn.LayerNorm, eps=1e-6)
-"""That of vision transformers."""
+"""Layer norm with the epsilon of vision transformers."""
 
 
 class Residual(nn.Module):
-    """x -> x + f(x): what a coupling is in a network that does not reverse."""
+    """x -> x + f(x): the counterpart of a coupling in a network that is not reversible."""
 
     def __init__(self, f: nn.Module) -> None:
         super().__init__()
@@ -32,10 +32,10 @@ class Residual(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear map whose bias begins at 0.
+    """Linear map whose bias is initialised to 0.
 
-    Its weights begin normal with a standard deviation, or unless that is given by Glorot's rule,
-    which suits all widths.
+    Its weights are drawn from a normal distribution with standard deviation `std`, or by default
+    with Glorot's rule, which suits all widths.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Linear(nn.Linear):
 
 
 class Positions(nn.Module):
-    """Adds a learned vector to each token by its place; shorter sequences use the first ones."""
+    """Learned positions, added to the tokens; shorter sequences use the first ones."""
 
     def __init__(self, num_tokens: int, width: int) -> None:
         super().__init__()
@@ -62,19 +62,21 @@ class Positions(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Small, normal."""
+        """Draw small normal weights."""
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 3:
-            raise ValueError(f"it takes (batch, tokens), got {x.dim() - 1} dimensions for these")
+            raise ValueError(
+                f"tokens must have shape (batch, tokens), got {x.dim() - 1} dimensions"
+            )
         if x.shape[1] > len(self.weight):
             raise ValueError(f"{x.shape[1]} tokens are more than the {len(self.weight)} it has")
         return x + self.weight[: x.shape[1]]
 
 
 class ClassToken(nn.Module):
-    """Puts a learned token before the others."""
+    """Learned token, put before the others."""
 
     def __init__(self, width: int, *, std: float = 1e-6) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ class ClassToken(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Small, normal."""
+        """Draw small normal weights."""
         nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ class ClassToken(nn.Module):
 
 
 class First(nn.Module):
-    """The first token alone."""
+    """Pooling that keeps only the first token."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, 0]
@@ -101,11 +103,11 @@ class Attention(nn.Module):
     """Self-attention over tokens of shape (batch, tokens, width).
 
     Args:
-        width: Of a token.
-        heads: Their number, which divides the width.
-        causal: Whether a token sees only those before it, and itself.
-        dropout: Of the attention's weights.
-        std: Of the first weights in, and of those out; None for Glorot's rule.
+        width: Width of a token.
+        heads: Number of heads; it divides the width.
+        causal: Whether a token attends only to itself and to earlier tokens.
+        dropout: Dropout rate of the attention weights.
+        std: Standard deviations of the initial weights of `qkv` and `out`; None for Glorot's rule.
     """
 
     def __init__(
@@ -134,9 +136,10 @@ class Attention(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Drops a residual for whole samples, and enlarges the others to make up for it.
+    """Stochastic depth (Huang et al. 2016).
 
-    Huang et al. 2016 (stochastic depth).
+    In training it zeroes the residual of random samples and rescales the others, so that the
+    expectation stays the same.
     """
 
     keep: Tensor
@@ -145,7 +148,8 @@ class DropPath(nn.Module):
         super().__init__()
         self._probability = probability
         self._drops = probability > 0
-        # A number would make a compiled graph of every layer's; as a buffer all layers share one.
+        # torch.compile would specialise on a Python float, and compile a graph per layer. With a
+        # buffer all layers share one graph.
         self.register_buffer("keep", torch.empty(()), persistent=False)
         self.reset_parameters()
 
@@ -157,42 +161,42 @@ class DropPath(nn.Module):
         if not self.training or not self._drops:
             return x
         keep = self.keep.float()
-        drawn = torch.rand(len(x), *(1,) * (x.dim() - 1), device=x.device)
-        return x * ((drawn < keep) / keep).to(x.dtype)
+        uniform = torch.rand(len(x), *(1,) * (x.dim() - 1), device=x.device)
+        return x * ((uniform < keep) / keep).to(x.dtype)
 
 
 class Mean(nn.Module):
-    """The average over all places."""
+    """Mean over some dimensions."""
 
-    def __init__(self, *places: int) -> None:
+    def __init__(self, *dims: int) -> None:
         super().__init__()
-        self.places = places
+        self.dims = dims
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.mean(self.places)
+        return x.mean(self.dims)
 
     def extra_repr(self) -> str:
-        return ", ".join(map(str, self.places))
+        return ", ".join(map(str, self.dims))
 
 
 class Pool(nn.Module):
-    """Both streams averaged over all places, side by side: what a classifier sees."""
+    """Means of both streams over some dimensions, concatenated: the input of a classifier."""
 
-    def __init__(self, *places: int) -> None:
+    def __init__(self, *dims: int) -> None:
         super().__init__()
-        self.places = places
+        self.dims = dims
 
     def forward(self, streams: tuple[Tensor, Tensor]) -> Tensor:
-        return torch.cat([each.mean(self.places) for each in streams], 1)
+        return torch.cat([stream.mean(self.dims) for stream in streams], 1)
 
     def extra_repr(self) -> str:
-        return ", ".join(map(str, self.places))
+        return ", ".join(map(str, self.dims))
 
 
 def conv_norm(
     channels: int, out: int, kernel: int, *, stride: int = 1, relu: bool = True
 ) -> nn.Sequential:
-    """Convolution (with a bias, as PETRA has it), batch norm, and mostly a ReLU."""
+    """Build a convolution with a bias, as PETRA has it, a batch norm and optionally a ReLU."""
     conv = nn.Conv2d(channels, out, kernel, stride=stride, padding=kernel // 2)
     parts: dict[str, nn.Module] = {"conv": conv, "norm": nn.BatchNorm2d(out)}
     return named(**parts, relu=nn.ReLU(inplace=True)) if relu else named(**parts)
@@ -206,7 +210,7 @@ def mlp(
     dropout: float = 0.0,
     std: tuple[float, float] | tuple[None, None] = (None, None),
 ) -> nn.Sequential:
-    """Two linear maps with a non-linearity between."""
+    """Build an MLP: two linear maps with an activation between them."""
     return named(
         grow=Linear(width, hidden, std=std[0]),
         activation=activation(),
@@ -218,12 +222,12 @@ def mlp(
 def residual(
     norm: nn.Module, body: nn.Module, *, dropout: float = 0.0, drop_path: float = 0.0
 ) -> nn.Sequential:
-    """What a transformer adds to its stream: the norm before, dropout and drop-path after."""
+    """Build a residual function: norm, body, dropout, drop-path."""
     return named(norm=norm, body=body, dropout=nn.Dropout(dropout), drop_path=DropPath(drop_path))
 
 
 def named(**modules: nn.Module) -> nn.Sequential:
-    """A Sequential whose parts have names."""
+    """Build a Sequential with named parts."""
     return nn.Sequential(OrderedDict(modules))
 
 
@@ -236,7 +240,7 @@ def transformer_layers(
     mlp_dropout: float = 0.0,
     std: tuple[float, float] | tuple[None, None] = (None, None),
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The residual functions in order, attention and MLP in turn, with the names of their units."""
+    """Yield the residual functions, attention and MLP in turn, with the names of their units."""
     width = options.width
     for layer in range(options.depth):
         drops = options.drops_of(layer)

@@ -1,4 +1,4 @@
-"""Patches: images cut into squares, each mapped to a token."""
+"""Patch embedding: cut images into squares and map each to a token."""
 
 from typing import Any, Protocol
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Patched(Protocol):
-    """What is made of patches."""
+    """Options that a patch embedding needs."""
 
     @property
     def image_size(self) -> int: ...
@@ -21,7 +21,7 @@ class Patched(Protocol):
 
 
 class Patches(nn.Module):
-    """Cuts an image into patches, and maps each to a token; `conv` only holds the weights."""
+    """Patch embedding with a linear map; `conv` only holds the weights and is never called."""
 
     def __init__(self, options: Patched) -> None:
         super().__init__()
@@ -31,17 +31,17 @@ class Patches(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As a linear map of the patch."""
+        """Draw the weights of a linear map of a patch."""
         _draw_as_linear(self.conv)
 
     def forward(self, x: Tensor) -> Tensor:
         _verify_images(x, self.conv.in_channels, self.image_size)
-        y: Tensor = _CutAndMap.apply(x, self.conv.weight, self.conv.bias)  # type: ignore[no-untyped-call]
+        y: Tensor = _PatchLinear.apply(x, self.conv.weight, self.conv.bias)  # type: ignore[no-untyped-call]
         return y
 
 
 class OverlappingPatches(nn.Module):
-    """Maps squares of almost twice the size of a patch to its token, as MViT does."""
+    """Patch embedding by squares of almost twice the patch size, which overlap, as in MViT."""
 
     def __init__(self, options: Patched) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class OverlappingPatches(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As a linear map of the square."""
+        """Draw the weights of a linear map of a square."""
         _draw_as_linear(self.conv)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,11 +75,11 @@ def _verify_images(x: Tensor, channels: int, size: int) -> None:
         )
 
 
-class _CutAndMap(torch.autograd.Function):
-    """A convolution whose stride is its size, as one product of the patches in order.
+class _PatchLinear(torch.autograd.Function):
+    """Convolution whose stride is its kernel size, computed as one matrix product.
 
-    On a GPU that takes an eighth of the convolution's time. It saves the image and not the patches,
-    which would be a copy of it.
+    On a GPU that takes an eighth of the convolution's time. It saves the image, not the patches,
+    which would be a copy of it. The backward cuts them again.
     """
 
     generate_vmap_rule = True  # for torch.func
@@ -105,14 +105,14 @@ class _CutAndMap(torch.autograd.Function):
 
 
 def _cut(x: Tensor, size: int) -> Tensor:
-    """The patches of images, each as one vector."""
+    """Cut images into patches: (batch, channels, height, width) to (batch, patches, pixels)."""
     batch, channels, height, width = x.shape
     cut = x.reshape(batch, channels, height // size, size, width // size, size)
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 def _join(patches: Tensor, shape: torch.Size, size: int) -> Tensor:
-    """The inverse of `_cut`."""
+    """Invert `_cut`."""
     batch, channels, height, width = shape
     cut = patches.reshape(batch, height // size, width // size, channels, size, size)
     return cut.permute(0, 3, 1, 4, 2, 5).reshape(shape)

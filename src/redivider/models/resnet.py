@@ -1,7 +1,7 @@
 """ResNet: residual networks of convolutions.
 
-He et al. 2015, in the form of torchvision (stride in the 3x3 convolution of a bottleneck), but with
-biases in the convolutions, as in PETRA's code, so that parameters compare with RevNet's.
+He et al. 2015 in torchvision's form, with the stride in the 3x3 convolution of a bottleneck. The
+convolutions have biases, as in PETRA's code, so that parameter counts compare with RevNet's.
 """
 
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Images):
-    """Of ResNet and RevNet. Images of up to 64 pixels get a stem that does not shrink them."""
+    """Options of ResNet and RevNet; images of up to 64 pixels get a stem without stride."""
 
     depths: tuple[int, ...]
-    """Blocks of each group; the first block of a later group halves the image."""
+    """Number of blocks of each group; the first block of a later group halves the image."""
     bottleneck: bool = False
     width: int = 64
 
@@ -39,17 +39,17 @@ class Options(Images):
 
     @property
     def is_small(self) -> bool:
-        """Whether the stem keeps the size of the image."""
+        """True if the stem keeps the size of the image."""
         return self.image_size <= 64
 
     @property
     def width_out(self) -> int:
-        """Channels of the last group."""
+        """Number of output channels of the last group."""
         *_, (_, last) = self.blocks()
         return last.out
 
     def blocks(self) -> Iterator[tuple[str, "Block"]]:
-        """Name and shape of every block, in order."""
+        """Yield name and shape of every block, in order."""
         channels = self.width
         for group, depth in enumerate(self.depths):
             middle = self.width * 2**group
@@ -62,7 +62,7 @@ class Options(Images):
 
 @dataclass(frozen=True)
 class Block:
-    """Channels of a residual block, and its stride."""
+    """Shape of a residual block: its channels and its stride."""
 
     channels: int
     middle: int
@@ -71,11 +71,11 @@ class Block:
 
     @property
     def keeps_shape(self) -> bool:
-        """Whether its input can be added to its output."""
+        """True if input and output have the same shape."""
         return self.stride == 1 and self.channels == self.out
 
     def function(self, *, bottleneck: bool, relu: bool) -> nn.Sequential:
-        """The residual function: two 3x3 convolutions, or 1x1, 3x3 and 1x1."""
+        """Build the residual function: two 3x3 convolutions, or 1x1, 3x3 and 1x1."""
         if not bottleneck:
             return nn.Sequential(
                 conv_norm(self.channels, self.out, 3, stride=self.stride),
@@ -88,7 +88,7 @@ class Block:
         )
 
     def projection(self) -> nn.Sequential:
-        """What brings its input to the shape of its output."""
+        """Build the projection of the input to the shape of the output."""
         return conv_norm(self.channels, self.out, 1, stride=self.stride, relu=False)
 
 
@@ -105,7 +105,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet(options: Options) -> Units:
-    """The units of a ResNet: stem, one for each block, head."""
+    """Build the units of a ResNet: stem, one per block, head."""
     small, width = options.is_small, options.width
     stem = conv_norm(options.in_channels, width, 3 if small else 7, stride=1 if small else 2)
     if not small:

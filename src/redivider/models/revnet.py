@@ -1,12 +1,12 @@
 """RevNet: ResNet in two streams, one coupling per residual block, as in PETRA.
 
 Rivaud et al. 2024 (PETRA), after Gomez et al. 2017. All widths are doubled and split into two
-streams, each as wide as a ResNet; a block acts on one of them, so the parameters stay those of a
-ResNet but for the stem, the blocks that change the shape, and the head.
+streams, each as wide as a ResNet. A block acts on one of them, so it has the parameters of a ResNet
+block. Only the stem, the blocks that change the shape, and the head differ.
 
-Paper and code differ where a basic block halves the image: with c = BN(conv(a)) the second stream
-goes on as c in the paper, and as ReLU(c) in the published code, where an in-place ReLU reaches the
-aliased tensor. It is ReLU(c) here: the published accuracies were measured with that.
+Paper and code differ where a basic block halves the image. With c = BN(conv(a)), the new second
+stream is c in the paper and ReLU(c) in the published code, whose in-place ReLU changes the aliased
+tensor. Here it is ReLU(c), because the published accuracies were measured with that.
 """
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from redivider.models.resnet import Block, Options
 
 
 class BasicTransition(nn.Module):
-    """(a, b) -> (R(c) + Q(b), c) with c = ReLU(BN(conv(a))): a is shrunk once, for both streams."""
+    """(a, b) -> (R(c) + Q(b), c) with c = ReLU(BN(conv(a))): both streams share the shrunk a."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class BasicTransition(nn.Module):
 
 
 class BottleneckTransition(nn.Module):
-    """(a, b) -> (R(a) + Q(b), P(a)): every stream has a projection of its own."""
+    """(a, b) -> (R(a) + Q(b), P(a)): each stream has its own projection."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class BottleneckTransition(nn.Module):
 
 
 def revnet(options: Options) -> Units:
-    """The units of a RevNet: stem, one for each block, head; PETRA's stages."""
+    """Build the units of a RevNet: stem, one per block, head; each is one stage in PETRA."""
     small, width = options.is_small, 2 * options.width
     stem = conv_norm(options.in_channels, width, 3 if small else 7, stride=1 if small else 2)
     if not small:

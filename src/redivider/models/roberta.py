@@ -1,9 +1,9 @@
-"""RoBERTa and Rev-RoBERTa: language models that fill in hidden words, from both sides of them.
+"""RoBERTa and Rev-RoBERTa: bidirectional language models that predict masked words.
 
-Liu et al. 2019 (norms after each sum; a token type that is always the same is left out, as it only
-adds to the positions), and couplings with the norm inside of the residual functions, as in
-Rev-GPT: the stem goes into both streams, which are averaged before the head. All sequences of a
-batch are as long: there is no mask for padding.
+RoBERTa is that of Liu et al. 2019, with post-norm. Its token type is left out: it is constant, and
+only adds to the positions. Rev-RoBERTa consists of couplings with pre-norm, as Rev-GPT: the stem
+feeds both streams, and their mean enters the head. All sequences of a batch have the same length;
+there is no padding mask.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "base": {"width": 768, "depth": 12, "heads": 12},
     "large": {"width": 1024, "depth": 24, "heads": 16},
 }
-STD = 0.02, 0.02
+STD = 0.02, 0.02  # of the initial weights, into and out of a residual function
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Language):
-    """Of RoBERTa and Rev-RoBERTa."""
+    """Options of RoBERTa and Rev-RoBERTa."""
 
     masked: ClassVar[bool] = True
 
@@ -34,7 +34,7 @@ class Options(Language):
 
 
 class NormedSum(nn.Module):
-    """x -> norm(x + f(x))."""
+    """x -> norm(x + f(x)): a post-norm residual."""
 
     def __init__(self, f: nn.Module, width: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class NormedSum(nn.Module):
 
 
 def roberta(options: Options) -> Units:
-    """The units of a RoBERTa: stem, two for each layer, transform, head."""
+    """Build the units of a RoBERTa: stem, two per layer, transform, head."""
     functions = transformer_layers(options, nn.Identity, std=STD)
     layers = {name: NormedSum(f, options.width) for name, f in functions}
     units = {"stem": _stem(options), **layers, "transform": named(**_transform(options.width))}
@@ -55,7 +55,7 @@ def roberta(options: Options) -> Units:
 
 
 def rev_roberta(options: Options) -> Units:
-    """The units of a Rev-RoBERTa: stem, two for each layer, transform, head."""
+    """Build the units of a Rev-RoBERTa: stem, two per layer, transform, head."""
     functions = transformer_layers(options, nn.LayerNorm, std=STD)
     layers = {name: Coupling(f) for name, f in functions}
     transform = named(

@@ -1,4 +1,4 @@
-"""What a model costs, counted on the meta device: nothing is allocated, however large it is."""
+"""Parameters, FLOPs and activation memory of a model, counted on meta without allocating."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from redivider.checks.memory import Live
 from redivider.coupling import Coupling
-from redivider.footprint import Live
 from redivider.models.catalogue import create_model, list_models, resolve
 from redivider.models.options import OptionError
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one sample, in a batch of several."""
+    """Costs of a model per sample."""
 
     parameters: int
     flops: float
-    """Of a forward; torch counts a multiplication and an addition as two."""
+    """FLOPs of a forward; torch counts a multiplication and an addition as two."""
     kept: dict[str, float]
     """Bytes of activations between forward and backward, by the chain's `backward`."""
 
@@ -32,20 +32,20 @@ class Summary:
 def summarise(
     name: str, *, batch: int = 8, also: Sequence[str] = ("reverse",), **options: Any
 ) -> Summary:
-    """Count parameters, work, and what autograd keeps of a batch, divided by its size.
+    """Count parameters, and FLOPs and activation bytes of a batch divided by its size.
 
     Args:
-        name: Of the model.
-        batch: How many samples.
-        also: Ways of a backward to count the memory of, beside "store"; to reverse only where there
-            are couplings.
-        **options: Of the model.
+        name: Name of the model.
+        batch: Number of samples.
+        also: Backward modes to measure besides "store"; those that reverse are skipped for models
+            without couplings.
+        **options: Options of the model.
     """
     model = create_model(name, device="meta", **options)
     x = resolve(name, **options)[1].example(batch).to("meta")
     model.check_every = 0
     kept: dict[str, float] = {}
-    reversible = any(isinstance(each, Coupling) for each in model)
+    reversible = any(isinstance(unit, Coupling) for unit in model)
     with Fused():
         for model.backward in ("store", *also):
             if model.backward.startswith("reverse") and not reversible:
@@ -53,13 +53,13 @@ def summarise(
             with _Counter() as counter:
                 y = model(x)
                 kept[model.backward] = counter.bytes / batch
-                del y  # not before
-    parameters = sum(each.numel() for each in model.parameters())
+                del y  # only now: it holds the graph with all that autograd keeps
+    parameters = sum(param.numel() for param in model.parameters())
     return Summary(parameters, counter.flops / batch, kept)
 
 
 class _Counter(Live):  # type: ignore[no-untyped-call]
-    """Counts FLOPs beside bytes, by the formulas of torch's flop counter and half its time."""
+    """Counter of live bytes and FLOPs, with torch's FLOP formulas at half its counter's time."""
 
     flops = 0
 
@@ -73,21 +73,22 @@ class _Counter(Live):  # type: ignore[no-untyped-call]
         return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """As before, for what is like before: torch takes long over what comes out on meta."""
-        if not _is_new(func):
+        """Reuse the result of an earlier equal call: shape inference on the meta device is slow."""
+        if not _returns_new_tensors(func):
             return super()._run(func, args, kwargs)
-        key = (func, repr(_outline((args, tuple(kwargs.items())))))  # where 2 is not 2.0
-        if key not in _known:
+        # By repr, since 2 == 2.0 but the results differ in dtype.
+        key = (func, repr(_to_specs((args, tuple(kwargs.items())))))
+        if key not in _results:
             result = super()._run(func, args, kwargs)
-            if not all(each.is_meta for each in _tensors((args, kwargs, result))):
+            if not all(tensor.is_meta for tensor in _tensors((args, kwargs, result))):
                 return result
-            _known[key] = _outline(result)
-        return _filled(_known[key])
+            _results[key] = _to_specs(result)
+        return _from_specs(_results[key])
 
 
 @dataclass(frozen=True)
-class _Outline:
-    """What can be seen of a tensor without values."""
+class _TensorSpec:
+    """Metadata of a tensor, without its values."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -95,34 +96,34 @@ class _Outline:
     device: torch.device
 
 
-_known: dict[Any, Any] = {}  # by function and arguments: what comes out
+_results: dict[Any, Any] = {}  # specs of the results, by function and arguments
 
 
-def _outline(tree: Any) -> Any:
+def _to_specs(tree: Any) -> Any:
     if isinstance(tree, Tensor):
-        return _Outline(tree.shape, tree.stride(), tree.dtype, tree.device)
-    return tuple(map(_outline, tree)) if isinstance(tree, list | tuple) else tree
+        return _TensorSpec(tree.shape, tree.stride(), tree.dtype, tree.device)
+    return tuple(map(_to_specs, tree)) if isinstance(tree, list | tuple) else tree
 
 
-def _filled(tree: Any) -> Any:
-    if isinstance(tree, _Outline):
+def _from_specs(tree: Any) -> Any:
+    if isinstance(tree, _TensorSpec):
         return torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
-    return tuple(map(_filled, tree)) if isinstance(tree, tuple) else tree
+    return tuple(map(_from_specs, tree)) if isinstance(tree, tuple) else tree
 
 
 @cache
-def _is_new(func: Any) -> bool:
-    """Whether what comes out has memory of its own, and nothing is written."""
+def _returns_new_tensors(func: Any) -> bool:
+    """Return True if no result shares memory with an argument and no argument is written to."""
     schema = func._schema
-    return not schema.is_mutable and all(each.alias_info is None for each in schema.returns)
+    return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (each for each in tree_leaves(tree) if isinstance(each, Tensor))
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 class Fused(TorchFunctionMode):
-    """Attention by a fused kernel, as on any real device; on meta it would keep all its weights."""
+    """Mode with fused attention, as on real devices; on meta torch keeps all attention weights."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -143,32 +144,30 @@ def _fused_attention(
 ) -> Any:
     if attn_mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+    # The flash kernel takes no bias.
     with_bias = torch.ops.aten._scaled_dot_product_efficient_attention
     bias = attn_mask.expand(*q.shape[:-1], k.shape[-2])
     return with_bias(q, k, v, bias, torch.is_grad_enabled(), dropout_p, is_causal)[0]
 
 
 def print_models(patterns: Sequence[str]) -> None:
-    """Print a row for each model that matches a pattern, or begins so if none does."""
-    found = {each: list_models(each) or list_models(f"{each}*") for each in patterns}
-    names = [name for each in found.values() for name in each]
-    unmatched = [pattern for pattern, each in found.items() if not each]
+    """Print a row per model that matches a pattern; if none does, take the pattern as a prefix."""
+    matches = {pattern: list_models(pattern) or list_models(f"{pattern}*") for pattern in patterns}
+    unmatched = [pattern for pattern, names in matches.items() if not names]
     if unmatched:
         raise OptionError(
             f"no model matches {' or '.join(unmatched)}; there are {', '.join(list_models())}"
         )
     print(f"{'':18}{'':>15}{'':>10}   activations of a sample, MiB")
     print(f"{'model':18}{'parameters':>15}{'GFLOPs':>10}{'stored':>12}{'reversed':>12}")
-    for name in dict.fromkeys(names):
-        row = summarise(name)
-        stored, rebuilt = (
-            f"{row.kept[way] / 2**20:.1f}" if way in row.kept else "-"
-            for way in ("store", "reverse")
+    for name in dict.fromkeys(name for names in matches.values() for name in names):
+        summary = summarise(name)
+        stored, reversed_ = (
+            f"{summary.kept[backward] / 2**20:.1f}" if backward in summary.kept else "-"
+            for backward in ("store", "reverse")
         )
-        print(
-            f"{name:18}{row.parameters:>15,}{row.flops / 1e9:>10.1f}{stored:>12}{rebuilt:>12}",
-            flush=True,
-        )
+        costs = f"{summary.parameters:>15,}{summary.flops / 1e9:>10.1f}"
+        print(f"{name:18}{costs}{stored:>12}{reversed_:>12}", flush=True)
     print(
         "\nFLOPs of a forward, two for a multiplication with addition; activations that autograd"
         "\nkeeps until the backward, float32, a batch of 8; images of 224 pixels, full contexts."

@@ -1,9 +1,9 @@
 """Swin and Rev-Swin: attention in windows that shift from layer to layer.
 
-Liu et al. 2021, and Zhu and Mangalam 2023: within a stage attention and MLP are couplings; between
-stages the two streams are fused, patches of 2 x 2 tokens merged, and the result goes into both
-streams again; the head reads both streams side by side. Streams are maps of shape (batch, side,
-side, width).
+Swin is that of Liu et al. 2021, Rev-Swin that of Zhu and Mangalam 2023. In Rev-Swin, attention and
+MLP are couplings within a stage. A junction between stages fuses the streams, merges patches of
+2 x 2 tokens, and feeds the result to both streams. The head reads both streams, concatenated.
+Streams are maps of shape (batch, side, side, width).
 """
 
 from collections.abc import Iterator
@@ -34,10 +34,10 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Hierarchy):
-    """Of Swin and Rev-Swin."""
+    """Options of Swin and Rev-Swin."""
 
     window: int = 7
-    """Its side, in tokens; where a map is smaller, the map is the window."""
+    """Side of a window, in tokens; a smaller map is one window."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,17 +50,17 @@ class Options(Hierarchy):
                 )
 
     def functions(self, stage: Stage) -> Iterator[tuple[str, nn.Module]]:
-        """The residual functions of a stage in order, with the names of their units."""
+        """Yield the residual functions of a stage in order, with the names of their units."""
         window = min(self.window, stage.side)
         for layer in stage.layers:
             drops = self.drops_of(layer)
-            is_second = (layer - stage.layers.start) % 2 == 1
+            is_odd = (layer - stage.layers.start) % 2 == 1
             attention = WindowAttention(
                 stage.width,
                 stage.heads,
                 side=stage.side,
                 window=window,
-                shift=window // 2 if is_second and window < stage.side else 0,
+                shift=window // 2 if is_odd and window < stage.side else 0,
                 dropout=self.attention_dropout,
             )
             norm = nn.LayerNorm(stage.width)
@@ -73,13 +73,13 @@ class WindowAttention(nn.Module):
     """Self-attention among the tokens of each window, with a bias for every offset.
 
     Args:
-        width: Of a token.
-        heads: Their number, which divides the width.
-        side: Of the square map.
-        window: Side of a window, which divides it.
-        shift: How far windows are moved, down and to the right; they wrap around, but tokens
-            from opposite edges do not see each other.
-        dropout: Of the attention's weights.
+        width: Width of a token.
+        heads: Number of heads; it divides the width.
+        side: Side of the square map.
+        window: Side of a window; it divides the side of the map.
+        shift: Shift of the windows, down and to the right; they wrap around, but tokens from
+            opposite edges do not attend to each other.
+        dropout: Dropout rate of the attention weights.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class WindowAttention(nn.Module):
             x = x.roll((-self.shift, -self.shift), (1, 2))
         windows = _cut(x, self.window)
         num = windows.shape[1]
-        # Every head of every window is a head: so what differs by window is broadcast over samples.
+        # Windows are folded into the heads, so that biases and masks broadcast over the batch.
         qkv = self.qkv(windows).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(3, 0, 1, 4, 2, 5).flatten(2, 3)
         bias = self.bias().expand(num, -1, -1, -1)
@@ -116,9 +116,9 @@ class WindowAttention(nn.Module):
 
 
 class OffsetBias(nn.Module):
-    """What attention adds for the offset of two tokens in a window: (heads, tokens, tokens).
+    """Relative position bias of the tokens in a window: (heads, tokens, tokens).
 
-    The table has one dimension, as all biases have: weight decay tells them by it.
+    The table has one dimension, as all biases have: weight decay recognises them by that.
     """
 
     index: Tensor
@@ -131,26 +131,27 @@ class OffsetBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Small, normal; and where each pair of tokens finds its offset."""
+        """Draw a small normal table, and compute the entry of every pair of tokens."""
         nn.init.normal_(self.table, std=STD)
-        places = torch.arange(self.window, device=self.index.device)
-        rows, columns = places.repeat_interleave(self.window), places.repeat(self.window)
+        coords = torch.arange(self.window, device=self.index.device)
+        rows, columns = coords.repeat_interleave(self.window), coords.repeat(self.window)
+        # Offsets of a pair, shifted to begin at 0.
         down, right = (x[:, None] - x + self.window - 1 for x in (rows, columns))
         self.index.copy_((down * (2 * self.window - 1) + right).flatten())
 
     def forward(self) -> Tensor:
-        num = self.window**2
-        found = F.embedding(self.index, self.table.view(-1, self.heads))
-        return found.view(num, num, -1).permute(2, 0, 1)
+        num_tokens = self.window**2
+        bias = F.embedding(self.index, self.table.view(-1, self.heads))
+        return bias.view(num_tokens, num_tokens, -1).permute(2, 0, 1)
 
 
 class Edges(nn.Module):
-    """Keeps tokens apart that share a shifted window across an edge: (windows, 1, tokens, tokens).
+    """Mask of shifted windows, which wrap around the edges: (windows, 1, tokens, tokens).
 
     Args:
-        side: Of the square map.
+        side: Side of the square map.
         window: Side of a window.
-        shift: How far windows are moved.
+        shift: Shift of the windows.
     """
 
     mask: Tensor
@@ -163,9 +164,9 @@ class Edges(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """0 for those that see each other, minus infinity for those that do not."""
-        places = torch.arange(self.side, device=self.mask.device)
-        wrapped = (places >= self.side - self.shift).long()  # these come from the opposite edge
+        """Set 0 for pairs from the same side of an edge, minus infinity for the others."""
+        coords = torch.arange(self.side, device=self.mask.device)
+        wrapped = (coords >= self.side - self.shift).long()  # from the opposite edge
         regions = 2 * wrapped[:, None] + wrapped
         in_windows = _cut(regions[None, :, :, None], self.window)[0, :, None, :, 0]
         apart = in_windows[..., None, :] != in_windows[..., None]
@@ -176,7 +177,7 @@ class Edges(nn.Module):
 
 
 def _cut(x: Tensor, window: int) -> Tensor:
-    """A map of shape (batch, side, side, width) as windows: (batch, windows, tokens, width)."""
+    """Cut maps into windows: (batch, side, side, width) to (batch, windows, tokens, width)."""
     batch, side, _, width = x.shape
     num = side // window
     cut = x.reshape(batch, num, window, num, window, width).transpose(2, 3)
@@ -184,7 +185,7 @@ def _cut(x: Tensor, window: int) -> Tensor:
 
 
 def _join(windows: Tensor, side: int) -> Tensor:
-    """The inverse of `_cut`."""
+    """Invert `_cut`."""
     batch, _, tokens, width = windows.shape
     window = round(tokens**0.5)
     num = side // window
@@ -193,7 +194,7 @@ def _join(windows: Tensor, side: int) -> Tensor:
 
 
 class Merge(nn.Module):
-    """Four neighbouring tokens to one, twice as wide."""
+    """Patch merging: 2 x 2 tokens become one of twice the width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -204,11 +205,11 @@ class Merge(nn.Module):
         batch, side, _, width = x.shape
         four = x.reshape(batch, side // 2, 2, side // 2, 2, width).permute(0, 1, 3, 4, 2, 5)
         y: Tensor = self.reduce(self.norm(four.flatten(3)))
-        return y.to(x.dtype)  # autocast does not narrow a stream
+        return y.to(x.dtype)  # streams keep their dtype under autocast
 
 
 def swin(options: Options) -> Units:
-    """The units of a Swin: stem, two for each layer, a merge between stages, head."""
+    """Build the units of a Swin: stem, two per layer, a merge between stages, head."""
     units: Units = {"stem": _stem(options)}
     for stage in options.stages():
         if stage.number:
@@ -218,7 +219,7 @@ def swin(options: Options) -> Units:
 
 
 def rev_swin(options: Options) -> Units:
-    """The units of a Rev-Swin: stem, two for each layer, a junction between stages, head."""
+    """Build the units of a Rev-Swin: stem, two per layer, a junction between stages, head."""
     units: Units = {"stem": _stem(options).append(Duplicate())}
     for stage in options.stages():
         if stage.number:

@@ -1,8 +1,9 @@
-"""ViT and Rev-ViT: images as rows of patches.
+"""ViT and Rev-ViT: images as sequences of patches.
 
-Dosovitskiy et al. 2021 in timm's form (pre-norm, class token), and Mangalam et al. 2022: the stem
-goes into both streams, F (attention) and G (MLP) have no skip inside, and the head reads the
-averages of both streams side by side. A layer is two units, attention and MLP.
+ViT is that of Dosovitskiy et al. 2021 in timm's form, with pre-norm and a class token. Rev-ViT is
+that of Mangalam et al. 2022. The stem feeds both streams, F (attention) and G (MLP) have no skip
+connection inside, and the head reads the means of both streams, concatenated. A layer is two units,
+attention and MLP.
 """
 
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Images, Layers):
-    """Of ViT and Rev-ViT."""
+    """Options of ViT and Rev-ViT."""
 
     patch_size: int = 16
 
@@ -56,16 +57,16 @@ class Options(Images, Layers):
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image."""
+        """Number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
     def functions(self) -> Iterator[tuple[str, nn.Module]]:
-        """The residual functions in order, with the names of their units."""
+        """Yield the residual functions in order, with the names of their units."""
         return transformer_layers(self, Norm, mlp_dropout=self.dropout)
 
 
 def vit(options: Options) -> Units:
-    """The units of a ViT: stem, two for each layer, head."""
+    """Build the units of a ViT: stem, two per layer, head."""
     stem = named(
         patches=Patches(options),
         token=ClassToken(options.width),
@@ -82,7 +83,7 @@ def vit(options: Options) -> Units:
 
 
 def rev_vit(options: Options) -> Units:
-    """The units of a Rev-ViT: stem, two for each layer, head."""
+    """Build the units of a Rev-ViT: stem, two per layer, head."""
     stem = named(
         patches=Patches(options),
         positions=Positions(options.num_patches, options.width),

@@ -1,1 +1,1 @@
-"""Training by stages that do not wait for each other."""
+"""Pipelines of stages that do not wait for each other."""

@@ -1,4 +1,4 @@
-"""What a pipeline may be given: a mistake is told where it is made, and not some ticks later."""
+"""Checks of a pipeline's arguments: a mistake raises at construction, not some ticks later."""
 
 from math import inf
 from numbers import Integral, Real
@@ -9,7 +9,7 @@ import torch
 from redivider.pipeline.stages.lookahead import LOOKAHEADS, verify_lookahead
 from redivider.pipeline.stages.stage import Stage
 
-HOW = "lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1)"
+EXAMPLE = "lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1)"
 
 
 def verify_arguments(
@@ -24,7 +24,7 @@ def verify_arguments(
     clip_norm: Any,
     clip_over: Any,
 ) -> None:
-    """Refuse what cannot be trained by."""
+    """Refuse arguments of `Pipeline` by which it cannot train."""
     for name, value in (("accumulate", accumulate), ("latency", latency)):
         if not isinstance(value, Integral) or int(value) < 1:
             raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
@@ -41,32 +41,39 @@ def verify_arguments(
         raise TypeError(f"lr_lambda must be a function of the update's number, got {lr_lambda!r}")
     if not isinstance(lr_by_delay, bool):
         raise TypeError(f"lr_by_delay must be True or False, got {lr_by_delay!r}")
-    # torch's own classes take parameters; another's may well take a stage.
-    is_torchs = isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim")
-    if not callable(optimizer) or is_torchs:
+    # A class of torch takes parameters, not a stage. A class of the caller may take a stage.
+    is_torch_class = isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim")
+    if not callable(optimizer) or is_torch_class:
         raise TypeError(
-            f"optimizer must be a function that makes one for a stage, such as {HOW}, got "
-            f"{optimizer.__name__ if is_torchs else type(optimizer).__name__}"
+            f"optimizer must be a function that makes one for a stage, such as {EXAMPLE}, got "
+            f"{optimizer.__name__ if is_torch_class else type(optimizer).__name__}"
         )
 
 
-def verify_optimizer(made: Any, stage: Stage, *, lookahead: bool) -> None:
-    """Refuse what a caller's function has made for a stage, if that is not what trains it."""
-    if not isinstance(made, torch.optim.Optimizer):
+def verify_optimizer(optimizer: Any, stage: Stage, *, lookahead: bool) -> None:
+    """Refuse an optimizer that cannot train its stage.
+
+    Args:
+        optimizer: Result of the caller's function.
+        stage: The stage that the function was called for.
+        lookahead: Whether the optimizer's steps must be predictable.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"optimizer must return a torch.optim.Optimizer, such as {HOW}, got "
-            f"{type(made).__name__} for stage {stage.index}"
+            f"optimizer must return a torch.optim.Optimizer, such as {EXAMPLE}, got "
+            f"{type(optimizer).__name__} for stage {stage.index}"
         )
-    if isinstance(made, torch.optim.LBFGS):
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
             "LBFGS computes the loss several times in a step, which a pipeline cannot; take another"
         )
     own = set(stage.module.parameters())
-    others = [each for group in made.param_groups for each in group["params"] if each not in own]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    others = [param for param in params if param not in own]
     if others:
         raise ValueError(
             f"the optimizer made for stage {stage.index} has {len(others)} parameters that are not "
-            f"of that stage; make it of the stage that is passed in: {HOW}"
+            f"of that stage; make it of the stage that is passed in: {EXAMPLE}"
         )
     if lookahead:
-        verify_lookahead(made)
+        verify_lookahead(optimizer)

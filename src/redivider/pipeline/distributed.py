@@ -1,7 +1,7 @@
 """A pipeline over several processes: each holds some of the stages, and runs their part of a tick.
 
-The same calls in the same order in every process, and the same numbers as `Pipeline`: what a tick
-does is the same function of the schedule, only that some messages travel (runners/transport.py).
+Every process makes the same calls in the same order, and the numbers equal those of `Pipeline`: a
+tick is the same function of the schedule, only that some messages travel (runners/transport.py).
 """
 
 import json
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from redivider.chain import verify_keywords
 from redivider.initial import materialise
-from redivider.pipeline.checkpoint.files import all_well, read_state, write_state
+from redivider.pipeline.checkpoint.files import all_or_none, read_state, write_state
 from redivider.pipeline.checkpoint.shards import Parts
 from redivider.pipeline.checkpoint.snapshot import configuration, verify_snapshot
 from redivider.pipeline.diagnostics.probe import Probe
@@ -27,17 +27,16 @@ from redivider.pipeline.runners.collectives import share_all, share_tree
 from redivider.pipeline.runners.exchange import Mail
 from redivider.pipeline.runners.process_group import own_gpu
 from redivider.pipeline.runners.topology import Team
-from redivider.pipeline.schedule import Leg, Way, lag
+from redivider.pipeline.schedule import Leg, Way
+from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.placement import units_of_stages
-from redivider.pipeline.stages.stage import Message
-from redivider.pipeline.stages.unit import Flow
 from redivider.replay.autocast import Autocast
 from redivider.replay.random import mix_seeds
 from redivider.replay.statistics import counting_layers
 
 
 class DistributedPipeline(Pipeline):
-    """A `Pipeline` whose stages are spread over the processes that torchrun has started.
+    """`Pipeline` whose stages are spread over the processes that torchrun has started.
 
         model = rd.create_model("revnet50", device="meta")    # takes no memory
         pipe = rd.DistributedPipeline(model, loss=F.cross_entropy, optimizer=...)
@@ -45,23 +44,23 @@ class DistributedPipeline(Pipeline):
             tick = pipe.step(images, targets)     # the loss is on the last rank
 
     Every process calls the same methods in the same order. Inputs are needed on the first rank of a
-    column, targets on the last one; others may give None. A process holds its own units alone.
+    column, targets on the last one; others may pass None. A process holds only its own units.
 
     Args:
         model: As for `Pipeline`; best on the meta device, so that no process has all of it. First
             weights are then those that `create_model` draws for this seed.
         loss: As for `Pipeline`.
-        optimizer: As for `Pipeline`; called for the stages that are here.
-        stages: As for `Pipeline`; "auto" for one on each rank. Several stages may share a rank.
+        optimizer: As for `Pipeline`; called for the stages of this process.
+        stages: As for `Pipeline`; "auto" for one on every rank. Several stages may share a rank.
         mesh: A mesh of the dimensions ("data", "stage"): replicas of the pipeline, which average
-            their gradients at each update. None for all ranks in one pipeline.
-        device: Where the stages of this process are to be; the model's own device, or for one on
-            the meta device its GPU if there are any.
-        share_loss: Whether every rank is told the loss; they wait for it at every tick.
-        timeout: Seconds that a process waits for another one before it ends the run.
-        seed: As for `Pipeline`; the first rank's if not given.
+            their gradients at every update. None for all ranks in one pipeline.
+        device: Device of this process's stages. By default the model's own device, or, for a model
+            on the meta device, this process's GPU if there is one.
+        share_loss: Whether to send the loss to every rank; all ranks then wait for it every tick.
+        timeout: Seconds to wait for another process before the run fails.
+        seed: As for `Pipeline`; the first rank's seed by default.
         example: As for `Pipeline`; the same shapes on all ranks.
-        options: Others of `Pipeline`.
+        options: Other options of `Pipeline`.
     """
 
     is_spread = True
@@ -86,11 +85,11 @@ class DistributedPipeline(Pipeline):
         self._team = team = Team(mesh, self._device, timeout)
         self.num_replicas = team.num_columns
         self._share_loss = share_loss
-        # Of every micro-batch in flight, what does not travel with its messages.
+        # Side inputs and autocast of every micro-batch in flight: they do not travel both ways.
         self._known: dict[int, tuple[dict[str, Any], Autocast]] = {}
         self._future_targets: dict[int, Any] = {}
         if example is not None and _is_meta(units.values()):
-            example = tree_map_only(Tensor, lambda each: each.to("meta"), example)
+            example = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), example)
         with team.guarding():
             if seed is None:
                 seed = int(team.tell_all(str(torch.initial_seed()))[0])
@@ -104,9 +103,7 @@ class DistributedPipeline(Pipeline):
                 **options,
             )
             self._verify_agreement()
-            self._mail = Mail(
-                team, self._own, len(self.cut), self.latency, self.packing, self._device
-            )
+            self._mail = Mail(team, self._own, self.schedule, self.packing, self._device)
             for stage in self.stages:
                 team.spread([*stage.module.parameters(), *stage.module.buffers()])
                 stage.average = self._average if team.num_columns > 1 else None
@@ -127,7 +124,7 @@ class DistributedPipeline(Pipeline):
 
     @torch.no_grad()
     def evaluate(self, x: Any = None, /, **side: Any) -> Any:
-        """Run the model in evaluation mode by the weights of now; the result is on every rank.
+        """Run the model in evaluation mode by the current weights; the result is on every rank.
 
         The input is needed on the first rank.
         """
@@ -138,7 +135,7 @@ class DistributedPipeline(Pipeline):
 
     @torch.no_grad()
     def evaluate_here(self, x: Any = None, /, **side: Any) -> Any:
-        """The same, but the result is on the last rank alone; nobody waits for it."""
+        """Run `evaluate`, but leave the result on the last rank; no other rank waits for it."""
         with self._guarding(), self._evaluating():
             verify_keywords(side, self._takes)
             flow = Flow(x)
@@ -153,39 +150,37 @@ class DistributedPipeline(Pipeline):
             return None
         if flow.dtype is None:
             return flow.value
-        return tuple(self.arithmetic.real(each, flow.dtype) for each in flow.value)
+        return tuple(self.arithmetic.real(stream, flow.dtype) for stream in flow.value)
 
     def probe(self, every: int = 100) -> Probe:
-        """Not here: a probe needs the whole network in one process."""
+        """Raise an error: a probe needs the whole network in one process."""
         raise ValueError(
             "a probe compares with the gradient of the whole network, which no process has; use "
             "rd.Pipeline with the same stages: its numbers are the same"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This process's part of the state; `save` writes all of them as one."""
+        """Return this process's part of the state; `save` writes all parts as one."""
         with self._guarding():
             self._drain()
             return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from this process's part, or from a whole state, bit for bit."""
+        """Resume from this process's part, or from a whole state, bit for bit."""
         with self._guarding():
             self._drain()
-            all_well(self._team, lambda: verify_snapshot(self, state))
+            all_or_none(self._team, lambda: verify_snapshot(self, state))
             super().load_state_dict(state)
-            entries = tree_map_only(
-                Tensor, lambda each: each.to(self._device), state["microbatches"]
-            )
-            ticks = lag("B", self._own[0], len(self.cut), self.latency)  # until it has left
+            entries = self._moved(state["microbatches"])
+            ticks = self.schedule.lag("B", self._own[0])  # until it has left
             self._known = {
-                n: (each["side"], Autocast(self._device, each["autocast"]))
-                for n, each in entries.items()
-                if n - self._first + ticks >= self._tick
+                n: (entry["side"], Autocast(self._device, entry["autocast"]))
+                for n, entry in entries.items()
+                if n - self.in_flight.first + ticks >= self.in_flight.tick
             }
-            here = {n for inbox in self._up for n in inbox}
+            here = {n for inbox in self.in_flight.up for n in inbox}
             self._future_targets = {
-                n: tree_map_only(Tensor, lambda each: each.to(self._device), target)
+                n: self._moved(target)
                 for n, target in state["targets"].items()
                 if self._team.is_last and n not in here
             }
@@ -197,18 +192,18 @@ class DistributedPipeline(Pipeline):
             write_state(folder, self.parts.to_write(self.state_dict()), self._team)
 
     def load(self, folder: str | Path) -> None:
-        """Continue from a folder that any number of processes has written, by the same cut."""
+        """Resume from a folder that any number of processes has written, with the same cut."""
         with self._guarding():
             state = read_state(folder, self.parts.wants, self._team)
             self.load_state_dict(self.parts.own(state))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The weights and buffers of the uncut model, under its names, on every rank."""
+        """Return the weights and buffers of the uncut model, under its names, on every rank."""
         with self._guarding():
             return share_all(self._team, super().full_state_dict())
 
     def close(self) -> None:
-        """Take in what is on its way, so that the others may end, too; in all processes."""
+        """Receive all messages in flight, so that the other processes can end; call it in all."""
         if self._stopped is None:
             with self._guarding():
                 self._drain()
@@ -220,17 +215,17 @@ class DistributedPipeline(Pipeline):
 
     @property
     def parts(self) -> Parts:
-        """Which part of a state on disk is this process's."""
+        """Parts of a state on disk that belong to this process."""
         return Parts(self._team, self._own, self._units)
 
     @property
     def team(self) -> Team:
-        """This process among the others."""
+        """Position of this process among the others."""
         return self._team
 
     @property
     def num_bytes_sent(self) -> int:
-        """By messages of ticks, from here, so far."""
+        """Bytes of messages of ticks that this process has sent so far."""
         return self._mail.num_bytes_sent
 
     def __repr__(self) -> str:
@@ -238,7 +233,7 @@ class DistributedPipeline(Pipeline):
         return f"Distributed{super().__repr__()} stages {stages} on rank {self._team.rank}"
 
     def _take_part(self, units: dict[str, nn.Module], loss: Any) -> tuple[range, int]:
-        """The stages of this rank, as even as can be; they get memory and weights."""
+        """Return the stages of this rank and its seed; allocate and initialize their weights."""
         team, num = self._team, len(self.cut)
         if num < team.num_places:
             raise ValueError(
@@ -262,7 +257,7 @@ class DistributedPipeline(Pipeline):
         return own, mix_seeds(self.seed, team.column) if team.column else self.seed
 
     def _verify_agreement(self) -> None:
-        """Refuse processes that were given different things."""
+        """Refuse processes that were called with different arguments."""
         clip = None if self._clip is None else [self._clip.norm, self._clip.over]
         mine = configuration(self) | {
             "cut": self.cut,
@@ -270,14 +265,17 @@ class DistributedPipeline(Pipeline):
             "lr_by_delay": self._lr_by_delay,
             "share_loss": self._share_loss,
         }
-        texts = [json.loads(each) for each in self._team.tell_all(json.dumps(mine))]
-        for key, value in texts[0].items():
-            for rank, other in zip(self._team.everyone, texts, strict=True):
+        settings = [json.loads(text) for text in self._team.tell_all(json.dumps(mine))]
+        for key, value in settings[0].items():
+            for rank, other in zip(self._team.everyone, settings, strict=True):
                 if other[key] != value:
                     raise ValueError(
                         f"rank {rank} was given another {key} than rank {self._team.everyone[0]}: "
                         f"{other[key]} and not {value}"
                     )
+
+    def _moved(self, tree: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), tree)
 
     def _guarding(self) -> AbstractContextManager[None]:
         return self._team.guarding()
@@ -286,14 +284,14 @@ class DistributedPipeline(Pipeline):
         team, autocast = self._team, Autocast(self._device)
         self._known[n] = (side, autocast)
         if team.is_last:
-            self._given.note(n, (), target)
+            self._caller_tensors.note(n, (), target)
         if team.is_last and team.num_places > 1:
             self._future_targets[n], target = target, None
         if team.place == 0:
-            self._given.note(n, (x, side), target if team.is_last else None)
+            self._caller_tensors.note(n, (x, side), target if team.is_last else None)
             if x is None:
                 raise ValueError("the first rank of a column needs the inputs, and got none")
-            self._up[0][n] = Message(n, Flow(x), autocast, side, target)
+            self.in_flight.up[0][n] = Message(n, Flow(x), autocast, side, target)
 
     def _deliver(self, way: Way, j: int, message: Message) -> None:
         if j in self._own:
@@ -302,7 +300,7 @@ class DistributedPipeline(Pipeline):
         self._mail.send(way, message)
 
     def _fetch(self, way: Way, j: int, n: int) -> Message:
-        if n in self._inbox(way, j):
+        if n in self.in_flight.inbox(way, j):
             return super()._fetch(way, j, n)
         return self._receive(way, n)
 
@@ -320,8 +318,8 @@ class DistributedPipeline(Pipeline):
             del self._known[n]
 
     def _run_tick(self) -> Tick:
-        self._team.watch.note(f"tick {self._first + self._tick}")
-        t = self._tick
+        t = self.in_flight.tick
+        self._team.watch.note(f"tick {self.in_flight.first + t}")
         self._mail.expect(self._arriving(range(t - self.latency, t + self.latency)))
         tick = super()._run_tick()
         if self._share_loss:
@@ -333,31 +331,33 @@ class DistributedPipeline(Pipeline):
         return tick
 
     def _arriving(self, ticks: range) -> Iterator[Leg]:
-        """The messages that are sent to stages here in some ticks, and have not been taken in."""
-        for leg in self._mail.arriving(ticks, self._entered):
-            if self._first + leg.microbatch not in self._inbox(leg.way, leg.stage):
+        """Yield the messages that are sent here in the given ticks and have not been received."""
+        flight = self.in_flight
+        for leg in self._mail.arriving(ticks, flight.entered):
+            if flight.first + leg.microbatch not in flight.inbox(leg.way, leg.stage):
                 yield leg
 
     def _drain(self) -> None:
-        """Take in all that is on its way, as it is between two ticks of a pipeline in one place."""
-        for way, j, local in self._arriving(range(self._tick - self.latency, self._tick)):
-            n = self._first + local
-            self._inbox(way, j)[n] = self._receive(way, n)
+        """Receive all messages in flight, so that inboxes hold what they hold in one process."""
+        flight = self.in_flight
+        for way, j, local in self._arriving(range(flight.tick - self.latency, flight.tick)):
+            n = flight.first + local
+            flight.inbox(way, j)[n] = self._receive(way, n)
         self._mail.finish()
 
     def _end_tick(self) -> None:
-        self._mail.exchange(self._tick - 1, self._entered)
+        self._mail.exchange(self.in_flight.tick - 1, self.in_flight.entered)
 
     def _norms(self) -> list[Tensor]:
         if self._clip is None or self._clip.over == "stage":
-            return [torch.zeros(())] * len(self.cut)  # nobody asks
+            return [torch.zeros(())] * len(self.cut)  # unused
         mine = torch.zeros(len(self.cut), dtype=torch.float64, device=self._team.device)
         for stage in self.stages:
             mine[stage.index] = stage.norm
         norms = torch.stack(self._team.gather(mine, in_column=True)).sum(0)
         return list(norms.to(self._device))
 
-    def _in_flight(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
+    def _contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
         return dict(self._known)
 
     def _targets(self) -> dict[int, Any]:
@@ -369,41 +369,41 @@ class DistributedPipeline(Pipeline):
 
         A parameter that one replica has not used has a gradient of zero there.
         """
-        trained = [each for each in module.parameters() if each.requires_grad]
-        is_used = [float(each.grad is not None) for each in trained]
+        trained = [param for param in module.parameters() if param.requires_grad]
+        is_used = [float(param.grad is not None) for param in trained]
         used = torch.tensor(is_used, device=self._device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         layers = counting_layers(list(module.modules()))
         names = ("running_mean", "running_var")
         running = [layer.get_buffer(name) for layer in layers for name in names]
         self._team.average([used, *grads, *running])
-        if not all(is_used):  # else a GPU need not be waited for
+        if not all(is_used):  # reading `used` waits for the GPU
             for parameter, grad, part in zip(trained, grads, used.tolist(), strict=True):
                 parameter.grad = grad if part else None
 
     def _with_loss(self, tick: Tick, t: int) -> Tick:
-        """Tell all the loss of a tick, if it has one."""
-        local = t - lag("F", len(self.cut) - 1, len(self.cut), self.latency)
-        if not 0 <= local < self._entered:
+        """Send the loss of a tick to all ranks, if it has one."""
+        local = t - self.schedule.lag("F", len(self.cut) - 1)
+        if not 0 <= local < self.in_flight.entered:
             return tick
-        told = torch.zeros((), dtype=torch.float64, device=self._team.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self._team.device)
         if tick.loss is not None:
-            told.copy_(tick.loss.detach())
-        self._team.spread_in_column(told, self._team.num_places - 1)
+            loss.copy_(tick.loss.detach())
+        self._team.spread_in_column(loss, self._team.num_places - 1)
         if tick.loss is not None:
             return tick
-        return Tick(self._first + local, told.to(self._device))
+        return Tick(self.in_flight.first + local, loss.to(self._device))
 
 
 def _resolve_device(units: dict[str, nn.Module], device: torch.device | str | None) -> torch.device:
     if device is not None:
-        found = torch.device(device)
-        return own_gpu() if found == torch.device("cuda") else found
+        chosen = torch.device(device)
+        return own_gpu() if chosen == torch.device("cuda") else chosen
     if not _is_meta(units.values()):
-        parameters = (each for unit in units.values() for each in unit.parameters())
-        return next((each.device for each in parameters), torch.device("cpu"))
+        params = (param for unit in units.values() for param in unit.parameters())
+        return next((param.device for param in params), torch.device("cpu"))
     return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _is_meta(modules: Iterable[nn.Module]) -> bool:
-    return any(each.is_meta for m in modules for each in (*m.parameters(), *m.buffers()))
+    return any(tensor.is_meta for m in modules for tensor in (*m.parameters(), *m.buffers()))

@@ -1,4 +1,4 @@
-"""What a unit keeps between forward and backward, and which weights the backward sees.
+"""Training methods: what a unit keeps until its backward, and which weights the backward uses.
 
     method              a coupling keeps   a junction keeps   weights in the backward
     petra               nothing            input              current
@@ -8,8 +8,9 @@
     exact-inverse       nothing            input              stashed
     approximate-input   nothing            input              inverse: current; gradient: stashed
 
-PETRA: Rivaud et al. 2025; DSP: Xu et al. 2020; delayed: PipeDream, Narayanan et al. 2019;
-delayed-graph: ADL, Zhuang et al. 2021; the last two are PETRA's ablations.
+petra: Rivaud et al. 2025; dsp: Xu et al. 2020; delayed: PipeDream, Narayanan et al. 2019;
+delayed-graph: ADL, Zhuang et al. 2021. The last two are ablations of PETRA. "Inverse" is the run
+that rebuilds a coupling's input.
 """
 
 from collections import Counter
@@ -19,12 +20,12 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from redivider.row import Keep
+from redivider.backward.row import Keep
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table."""
+    """Training method: a row of the table in methods.py."""
 
     name: str
     coupling: Keep
@@ -47,21 +48,30 @@ METHODS = {
 
 
 def resolve_method(name: str) -> Method:
-    """Look a method up."""
+    """Return the method of a name."""
     if name not in METHODS:
         raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {name!r}")
     return METHODS[name]
 
 
 Version: TypeAlias = tuple[int, int]
-"""Weights after so many updates, and looked ahead from there by so many more."""
+"""Version of weights: the number of updates, and of further updates that look-ahead predicted."""
 
 
 class Stash:
-    """Old versions of some weights, each kept while a micro-batch in flight was forwarded by it.
+    """Old versions of weights, which the backward of micro-batches in flight will need.
 
-    A version is copied when it is about to be overwritten, and only if it will be asked for: with
-    nothing in flight nothing is ever copied.
+    A version is copied right before an update overwrites it, and only if it has users (`pin` copies
+    at once). For example, with versions written as their number of updates:
+
+                 forward 7   forward 8   update    forward 9   backward 7   backward 8
+                 borrow      borrow      advance   borrow      give_back    give_back
+        version  2           2           3         3           3            3
+        users    2: 1        2: 2        2: 2      2: 2, 3: 1  2: 1, 3: 1   3: 1
+        copies   -           -           2         2           2            -
+
+    Args:
+        weights: The weights, which are updated in place.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -71,9 +81,11 @@ class Stash:
         self.users: Counter[Version] = Counter()
 
     def borrow(self, num_ahead: int = 0, weights: Sequence[Tensor] = ()) -> Version:
-        """A forward uses the present version, and its backward will ask for it.
+        """Register a forward, whose backward will need its weights; return their version.
 
-        Or it uses weights that were predicted from it, which are taken in as they are.
+        Args:
+            num_ahead: Number of updates that look-ahead predicts; 0 for the current weights.
+            weights: The predicted weights. They are kept, not copied.
         """
         version = (self.version[0], num_ahead)
         if num_ahead:
@@ -82,41 +94,41 @@ class Stash:
         return version
 
     def give_back(self, version: Version) -> None:
-        """That backward is done."""
+        """Release a version after a backward; drop its copy when it has no users left."""
         self.users[version] -= 1
         if not self.users[version]:
             del self.users[version]
             self.copies.pop(version, None)
 
     def weights(self, version: Version) -> Sequence[Tensor]:
-        """The weights as they were."""
+        """Return the weights of a version that is in use."""
         if version in self.copies:
             return self.copies[version]
         assert version == self.version, "a version in use was not copied"
         return self._weights
 
     def pin(self) -> Sequence[Tensor]:
-        """Copy the present version now, for a graph that must outlive it."""
+        """Return a copy of the current version, for a graph that must survive the next update."""
         if self.version not in self.copies:
             self._copy()
         return self.copies[self.version]
 
     def advance(self) -> None:
-        """The weights are about to change."""
+        """Begin a new version; call this right before an update."""
         if self.users[self.version] and self.version not in self.copies:
             self._copy()
         self.version = (self.version[0] + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain data and tensors."""
+        """Return the version and the copies, as plain data and tensors."""
         copies = [[list(version), weights] for version, weights in self.copies.items()]
         return {"num_updates": self.version[0], "copies": copies}
 
     def load_state_dict(self, state: dict[str, Any], users: Iterable[Version]) -> None:
-        """Continue from such a state; `users` are the versions of what is in flight."""
+        """Resume from a state; `users` are the versions of the micro-batches in flight."""
         self.version = (state["num_updates"], 0)
         self.copies = {tuple(version): list(weights) for version, weights in state["copies"]}
         self.users = Counter(users)
 
     def _copy(self) -> None:
-        self.copies[self.version] = [each.detach().clone() for each in self._weights]
+        self.copies[self.version] = [weight.detach().clone() for weight in self._weights]

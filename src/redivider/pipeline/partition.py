@@ -1,8 +1,10 @@
-"""Units into stages: consecutive, and as even as can be.
+"""Partition of a model's units into stages of consecutive units, balanced by cost.
 
-A cut is a list of sizes, one for each stage. The best one has the smallest largest stage; it is
-found by dynamic programming, and among equals the one with the larger stages in front is taken, so
-the same costs always give the same cut.
+A cut is a list of sizes, one per stage. The best cut has the cheapest largest stage. Dynamic
+programming finds it. Among equals the cut with the larger stages in front wins, so the same costs
+always give the same cut.
+
+    costs   1  1 | 2  1 | 3        cut [2, 2, 1], loads [2, 3, 3], balance 8 / 3
 """
 
 import time
@@ -17,29 +19,29 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from redivider.chain import Chain, name_unit, taken
+from redivider.checks.restore import restored
 from redivider.errors import naming
-from redivider.verify import restored
 
-WAYS = ("units", "work", "time")
+COSTS = ("units", "work", "time")
 
 
 def units_of(model: Any) -> dict[str, nn.Module]:
-    """The units of a chain, of a module with `units()`, or of a list, by their names in it."""
+    """Return the units of a chain, of a module with `units()`, or of a list, by name."""
     if isinstance(model, nn.Module):
-        give_units = getattr(model, "units", None)
-        if not callable(give_units):
+        get_units = getattr(model, "units", None)
+        if not callable(get_units):
             raise TypeError(
                 f"{type(model).__name__} has no units(); pass a Chain, a module with a method "
                 "units(), or a list of units"
             )
         names = {id(module): name for name, module in model.named_modules()}
-        units: list[nn.Module] = list(give_units())
-        strangers = [type(unit).__name__ for unit in units if id(unit) not in names]
-        if strangers:
-            raise ValueError(f"units() gives modules that the model does not hold: {strangers}")
+        units: list[nn.Module] = list(get_units())
+        unknown = [type(unit).__name__ for unit in units if id(unit) not in names]
+        if unknown:
+            raise ValueError(f"units() gives modules that the model does not hold: {unknown}")
         named = {names[id(unit)]: unit for unit in units}
     else:
-        chain = Chain(model)  # which knows what units, and their names, may be
+        chain = Chain(model)  # verifies the units and names them
         units = list(chain)
         named = dict(zip(chain._modules, units, strict=True))
     if len(named) != len({id(unit) for unit in units}) or len(named) != len(units):
@@ -48,14 +50,15 @@ def units_of(model: Any) -> dict[str, nn.Module]:
 
 
 def cut_evenly(costs: Sequence[float], stages: int) -> list[int]:
-    """Sizes of consecutive groups whose largest sum of costs is as small as possible."""
+    """Return the sizes of consecutive stages whose largest cost is as small as possible."""
     num = len(costs)
     if not 1 <= stages <= num:
         raise ValueError(
             f"{num} units cannot be cut into {stages} stages of at least one unit each"
         )
     sums = [0.0, *accumulate(costs)]
-    # best[k][i]: the smallest largest sum of units i.. in k + 1 stages; sizes are read off it.
+    # best[k][i]: smallest possible cost of the largest stage, for units i, i + 1, ... in k + 1
+    # stages. The sizes are read off it afterwards.
     best = [[sums[num] - sums[i] for i in range(num)]]
     for k in range(1, stages):
         best.append(
@@ -80,23 +83,32 @@ def cut_evenly(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def loads_of(costs: Sequence[float], sizes: Sequence[int]) -> list[float]:
-    """The cost of each stage."""
+    """Return the costs of the stages."""
     ends = list(accumulate(sizes))
     return [sum(costs[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
 def balance_of(loads: Sequence[float]) -> float:
-    """Total cost over the largest stage's: how many times faster than one stage it could be."""
+    """Return the total cost over that of the largest stage: the largest possible speed-up."""
     return sum(loads) / max(loads) if max(loads) > 0 else float(len(loads))
 
 
 def count_costs(
     model: Any, by: str = "work", example: Any = None, repeats: int = 5, **side: Any
 ) -> list[float]:
-    """The cost of each unit: 1, its FLOPs, or its seconds, forward and backward, on an example."""
+    """Return the costs of the units.
+
+    Args:
+        model: A `Chain`, a module with `units()`, or a list of units.
+        by: "units" for 1 each, "work" for the FLOPs of the forward, "time" for the median seconds
+            of forward and backward.
+        example: Input of the model, for "work" and "time".
+        repeats: Number of timed runs, for "time".
+        side: Keywords of the units.
+    """
     units = units_of(model)
-    if by not in WAYS:
-        raise ValueError(f"by must be one of {', '.join(map(repr, WAYS))}, got {by!r}")
+    if by not in COSTS:
+        raise ValueError(f"by must be one of {', '.join(map(repr, COSTS))}, got {by!r}")
     if by == "units":
         return [1.0] * len(units)
     if example is None:
@@ -115,10 +127,12 @@ def count_costs(
 def balance(
     model: Any, stages: int, *, by: str = "work", example: Any = None, **side: Any
 ) -> list[int]:
-    """Find a cut to pin: the sizes of `stages` stages, balanced by "units", "work" or "time".
+    """Return the sizes of `stages` stages, balanced by "units", "work" or "time".
 
-    sizes = rd.balance(model, 8, by="time", example=images)
-    pipe = rd.Pipeline(model, stages=sizes, ...)
+    Use it to keep one cut for several runs:
+
+        sizes = rd.balance(model, 8, by="time", example=images)
+        pipe = rd.Pipeline(model, stages=sizes, ...)
     """
     return cut_evenly(count_costs(model, by, example, **side), stages)
 
@@ -130,29 +144,29 @@ def _work(unit: nn.Module, x: Any, side: dict[str, Any]) -> tuple[Any, float]:
 
 
 def _seconds(unit: nn.Module, x: Any, side: dict[str, Any], *, repeats: int) -> tuple[Any, float]:
-    spent = []
+    seconds = []
     for _ in range(repeats):
-        _wait()
+        _synchronize()
         start = time.perf_counter()
         leaf = _leaf(x)
         y = unit(leaf, **side)
-        tops = [each for each in tree_leaves(y) if each.requires_grad]
-        wanted = [each for each in (*unit.parameters(), *tree_leaves(leaf)) if each.requires_grad]
-        if tops and wanted:
-            ones = [torch.ones_like(each) for each in tops]
-            torch.autograd.grad(tops, wanted, ones, allow_unused=True)
-        _wait()
-        spent.append(time.perf_counter() - start)
+        outputs = [tensor for tensor in tree_leaves(y) if tensor.requires_grad]
+        inputs = [t for t in (*unit.parameters(), *tree_leaves(leaf)) if t.requires_grad]
+        if outputs and inputs:
+            grads = [torch.ones_like(output) for output in outputs]
+            torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
+        _synchronize()
+        seconds.append(time.perf_counter() - start)
     with torch.no_grad():
-        return unit(x, **side), median(spent)
+        return unit(x, **side), median(seconds)
 
 
 def _leaf(x: Any) -> Any:
     return tree_map_only(
-        torch.Tensor, lambda each: each.detach().requires_grad_(each.is_floating_point()), x
+        torch.Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), x
     )
 
 
-def _wait() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

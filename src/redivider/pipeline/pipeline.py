@@ -1,8 +1,11 @@
 """A pipeline in one process: every stage, tick by tick. The reference for all other runners.
 
-At each tick every stage forwards a new micro-batch and takes an old one back, by the weights it had
-when the tick began; then each stage that has done `accumulate` backward passes updates. The order
-is schedule.py's.
+In every tick a stage runs the forward of a new micro-batch and the backward of an old one, by the
+weights that it had when the tick began. Then the stages that have run `accumulate` backward passes
+update. The order is schedule.py's.
+
+    caller --step--> inbox 0 --F0--> inbox 1 --F1--> ... inbox J-1 --F, loss--+
+                     inbox 0 <--B1-- inbox 1 <--B2-- ... inbox J-1 <----------+
 """
 
 import logging
@@ -13,32 +16,30 @@ from dataclasses import dataclass
 from functools import partial
 from operator import index
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
 from redivider.chain import Chain, takes_of, verify_keywords
-from redivider.compiled import CompiledArithmetic, compile_units
 from redivider.errors import naming
 from redivider.pipeline.arguments import verify_arguments, verify_optimizer
-from redivider.pipeline.checkpoint.files import read_state, write_state
 from redivider.pipeline.checkpoint.snapshot import restore_snapshot, take_snapshot, verify_snapshot
-from redivider.pipeline.diagnostics.probe import Probe
 from redivider.pipeline.methods import resolve_method
 from redivider.pipeline.partition import balance_of, units_of
 from redivider.pipeline.runners.capturable import reason_against
-from redivider.pipeline.runners.captured import Concurrent
+from redivider.pipeline.runners.captured import CapturedRunner
 from redivider.pipeline.runners.cuda_graphs import CudaGraphs
-from redivider.pipeline.runners.inputs import Given, verify_given, verify_mode
-from redivider.pipeline.runners.prefetch import Feed
-from redivider.pipeline.runners.surroundings import Around
-from redivider.pipeline.schedule import Action, Way, actions, delay, num_ticks
-from redivider.pipeline.stages.compiled_update import CompiledUpdate
+from redivider.pipeline.runners.in_flight import InFlight
+from redivider.pipeline.runners.inputs import CallerTensors, verify_inputs, verify_mode
+from redivider.pipeline.runners.prefetch import Prefetch
+from redivider.pipeline.runners.tick_context import EagerTick, TickContext
+from redivider.pipeline.schedule import Action, Schedule, Way
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.fused_optimizer import fuse
 from redivider.pipeline.stages.loss import Loss
+from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.placement import (
     group_units,
     place_units,
@@ -46,27 +47,29 @@ from redivider.pipeline.stages.placement import (
     verify_hooks,
     verify_unshared,
 )
-from redivider.pipeline.stages.stage import Ahead, Clip, Message, Stage
-from redivider.pipeline.stages.unit import Flow
+from redivider.pipeline.stages.stage import Ahead, Clip, Stage
 from redivider.replay.autocast import Autocast, without_autocast
 from redivider.tree import tensors_of
+
+if TYPE_CHECKING:
+    from redivider.pipeline.diagnostics.probe import Probe
 
 logger = logging.getLogger("redivider")
 
 
 @dataclass(frozen=True)
 class Tick:
-    """The micro-batch that met its loss in a tick; None while the pipeline fills."""
+    """Result of a tick: the micro-batch whose loss was computed; None while the pipeline fills."""
 
     microbatch: int | None = None
     loss: Tensor | None = None
     aux: Any = None
     reason: str | None = None
-    """Why there is no loss here, where that is for another reason: it is in another process."""
+    """Why there is no loss although the pipeline is full: it is in another process."""
 
 
 class Pipeline:
-    """Trains a model by stages that do not wait for each other.
+    """Pipeline of stages that do not wait for each other, in one process.
 
         pipe = rd.Pipeline(model, stages=4, loss=F.cross_entropy, method="petra", accumulate=2,
                            optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.05))
@@ -82,34 +85,35 @@ class Pipeline:
         stages: A number of stages, a list of their sizes, or "auto" for one per unit. A number is
             balanced by the work of each unit on `example`, or by units without one.
         loss: A function or module of (output, target) that returns the loss, or (loss, aux).
-        optimizer: Called once for each stage that has parameters to train; makes its optimizer.
-        method: What is kept and which weights the backward sees: "petra", "dsp", "delayed",
+        optimizer: Function from a stage's module to its optimizer; called once for every stage that
+            has parameters to train.
+        method: What is kept and which weights the backward uses: "petra", "dsp", "delayed",
             "delayed-graph", "exact-inverse" or "approximate-input".
         accumulate: Backward passes per update; their gradients are averaged.
-        lr_lambda: Factor of the learning rate by the number of a stage's update. Without it rates
-            are as the optimizers have them, for whoever sets them (not with `lookahead`, which must
-            know the next ones: then they stay as they were made).
-        lr_by_delay: Divide the rate of each stage by 1 + the updates that its gradients are late.
+        lr_lambda: Factor of the learning rate, as a function of the number of a stage's updates.
+            Without it the optimizers' own rates count, and the caller may set them at any time
+            (except with `lookahead`, which must know future rates: then they stay constant).
+        lr_by_delay: Divide a stage's learning rate by 1 + the updates that its gradients are late.
         latency: Ticks that a message travels between neighbouring stages.
-        lookahead: "momentum" for forwards by the weights that momentum predicts for the time of
-            the backward (SGD with momentum, Adam, AdamW); takes a copy of the weights of every
+        lookahead: "momentum" to run the forward by the weights that momentum predicts for the time
+            of the backward (SGD with momentum, Adam, AdamW). Needs a copy of the weights of every
             stage but the last.
         arithmetic: "float" or "fixed", as for a chain.
-        message_dtype: What numbers become between stages: None for what they are, torch.bfloat16,
-            or torch.int8 with a scale for every sample.
+        message_dtype: Dtype of messages between stages: None to leave it, torch.bfloat16, or
+            torch.int8 with a scale for every sample.
         clip_norm: Largest norm of a stage's gradient; None for no clipping.
         clip_over: "stage", or "all": with the other stages' norms at their last updates.
-        seed: Of the random numbers, a function of seed, micro-batch and unit; torch's own seed
-            unless given.
-        capture: Whether to capture steady ticks on a GPU as CUDA graphs with a branch for each
-            stage. Where they cannot be, the log says why.
-        example: An input by which the work of the units is counted for the cut.
+        seed: Seed of the random numbers, which depend on seed, micro-batch and unit; torch's own
+            seed by default.
+        capture: Whether to capture steady ticks on a GPU as CUDA graphs with a branch for every
+            stage. If that is impossible, the log says why.
+        example: Input on which the work of the units is counted, to balance the stages.
     """
 
     num_replicas = 1
-    """Pipelines that average their gradients."""
+    """Number of pipelines that average their gradients."""
     is_spread = False
-    """Whether it is over several processes."""
+    """Whether the stages are in several processes."""
 
     def __init__(
         self,
@@ -152,6 +156,7 @@ class Pipeline:
         self.packing = Packing(message_dtype)
         self.cut, self._loads = resolve_cut(units, stages, example)
         self.balance = balance_of(self._loads)
+        self.schedule = Schedule(len(self.cut), self.latency)
         self.lookahead = lookahead
         self._factor, self._lr_by_delay = lr_lambda, lr_by_delay
         if lookahead and lr_lambda is None:
@@ -162,80 +167,78 @@ class Pipeline:
         self._own, draws = self._take_part(units, loss)
         placed = place_units(units, self.cut, self.method, self.arithmetic, draws, self._own)
         self.stages = group_units(placed, self.cut, self._own)
-        self._units = {name: each for stage in self.stages for name, each in stage.by_name.items()}
-        modules = {name: each.module for name, each in self._units.items()}
-        self._chain = Chain(modules.values(), backward="store", arithmetic=self.arithmetic)
+        self._units = {name: unit for stage in self.stages for name, unit in stage.by_name.items()}
+        modules = [unit.module for unit in self._units.values()]
+        self._chain = Chain(modules, backward="store", arithmetic=self.arithmetic)
         self._loss = Loss(loss, len(units), draws)
         self._ends_here = self._own[-1] == len(self.cut) - 1
         if self._ends_here:
             verify_hooks("the loss", self._loss.module)
             self._loss.hang_in(self.stages[-1])
         for stage in self.stages:
-            stage.module.zero_grad()  # what was left would count as a first backward pass
-            if any(each.requires_grad for each in stage.module.parameters()):
+            stage.module.zero_grad()  # gradients of the caller would count as a backward pass
+            if any(param.requires_grad for param in stage.module.parameters()):
                 stage.optimizer = optimizer(stage.module)
                 verify_optimizer(stage.optimizer, stage, lookahead=lookahead is not None)
                 if lr_by_delay:
-                    late = delay(stage.index, len(self.cut), self.latency) / self.accumulate
+                    late = self.schedule.delay(stage.index) / self.accumulate
                     stage.divide_rates(1 + late)
                 if lookahead:
                     assert self._factor is not None
                     stage.ahead = Ahead(accumulate, self._factor)
-        self._tick = 0  # since the pipeline was last empty
-        self._first = 0  # the micro-batch that entered at tick 0
-        self._entered = 0  # micro-batches since then
-        # On their way: by stage, then by micro-batch.
-        self._up: list[dict[int, Message]] = [{} for _ in self.cut]
-        self._down: list[dict[int, Message]] = [{} for _ in self.cut]
-        self._given = Given()
+        self.in_flight = InFlight(self.schedule)
+        self._caller_tensors = CallerTensors()
         self._stopped: str | None = None
         self._probe: Probe | None = None
-        self._around = Around()
-        self._concurrent: Concurrent | None = None
+        self._tick_context: TickContext = EagerTick()
+        self._captured: CapturedRunner | None = None
         self.observer: Callable[[Action, float], None] | None = None
-        """Told of every action when it is done, with the time at which it began."""
+        """Called after every action, with the time at which it began."""
         logger.info("%s", self)
         device = self.device
-        self._feed = Feed(device) if device.type == "cuda" else None
+        self._prefetch = Prefetch(device) if device.type == "cuda" else None
         if capture and device.type == "cuda":
             for stage in self.stages:
                 if stage.optimizer is not None:
                     fuse(stage.optimizer)
             against = reason_against(self)
             if against is None:
-                self._concurrent = Concurrent(self, partial(CudaGraphs, device))
+                self._captured = CapturedRunner(self, partial(CudaGraphs, device))
             else:
                 logger.info("ticks are not captured: %s", against)
 
     def step(self, x: Any, target: Any = None, /, **side: Any) -> Tick:
-        """Feed a micro-batch and run one tick; return the loss of the one that met it.
+        """Feed a micro-batch and run one tick; return the loss that was computed in it.
 
-        An input and a target on the host go to the model's GPU while the last tick runs there.
+        An input and a target on the host are copied to the model's GPU while the last tick runs.
         """
         verify_keywords(side, self._takes)
         verify_mode()
-        verify_given(x, target, side)
+        verify_inputs(x, target, side)
         self._verify_running()
-        if self._feed is not None:
-            x, target = self._feed.bring((x, target))
-        if self._concurrent is not None:
+        if self._prefetch is not None:
+            x, target = self._prefetch.bring((x, target))
+        if self._captured is not None:
             with self._stopping():
-                found = self._concurrent.step(x, target, side)
-            if found is not None:
-                self._given.forget()  # graphs have copies
-                return Tick(*found)
-        self._enter(self._first + self._entered, x, target, side)
-        self._entered += 1
+                result = self._captured.step(x, target, side)
+            if result is not None:
+                self._caller_tensors.forget()  # graphs have copies
+                return Tick(*result)
+        self._enter(self.in_flight.next, x, target, side)
+        self.in_flight.entered += 1
         return self._run_tick()
 
     def compile(self, **options: Any) -> None:
-        """Compile what units compute, forward and recovery; units of one kind share their graphs.
+        """Compile the forward and the recovery of the units; units of one kind share graphs.
 
         `options` are those of `torch.compile`.
         """
+        from redivider.compile import CompiledArithmetic, compile_units
+        from redivider.pipeline.stages.compiled_update import CompiledUpdate
+
         self._leave_graphs()
-        if self._concurrent is not None:
-            self._concurrent.forget()
+        if self._captured is not None:
+            self._captured.forget()
         compile_units((unit.module for unit in self._units.values()), **options)
         if self._ends_here:
             self._loss.module.compile(**options)
@@ -249,17 +252,14 @@ class Pipeline:
     def flush(self, *, update: bool = False) -> list[Tick]:
         """Run ticks without new inputs until nothing is in flight; return those with a loss.
 
-        A last group of fewer than `accumulate` backward passes stays summed and joins the next one,
-        or is applied, averaged over its own count, with `update=True`.
+        With `update=True`, a last group of fewer than `accumulate` backward passes is averaged over
+        its own count and applied. Otherwise it stays summed, and joins the next group.
         """
         verify_mode()
         self._verify_running()
         self._leave_graphs()
-        ticks = []
-        while self._tick < num_ticks(self._entered, len(self.cut), self.latency):
-            ticks.append(self._run_tick())
-        self._first += self._entered
-        self._tick = self._entered = 0
+        ticks = [self._run_tick() for _ in range(self.in_flight.num_ticks_left)]
+        self.in_flight.restart()
         if update:
             with self._stopping(), without_autocast(self.device):
                 self._update([stage for stage in self.stages if stage.num_pending])
@@ -267,33 +267,35 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, x: Any, /, **side: Any) -> Any:
-        """Run the model in evaluation mode by the weights of now; at any time."""
+        """Run the model in evaluation mode by the current weights; at any time."""
         with self._evaluating():
             return self._chain(x, **side)
 
-    def probe(self, every: int = 100) -> Probe:
-        """From now on, measure the gradients of every so many micro-batches, stage by stage.
+    def probe(self, every: int = 100) -> "Probe":
+        """Measure the gradients of every `every`-th micro-batch from now on, stage by stage.
 
         probe = pipe.probe(every=200)
         ...  # train
         print(probe)
         probe.plot("quality.png")
         """
+        from redivider.pipeline.diagnostics.probe import Probe
+
         self._probe = Probe(self.stages, self._loss, self.arithmetic, every)
         return self._probe
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next ticks depend on, copied: all that is in flight, too."""
+        """Return a copy of everything that the next ticks depend on, with all that is in flight."""
         self._verify_running()
         self._leave_graphs()
         return take_snapshot(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state, bit for bit; one that does not fit changes nothing."""
+        """Resume from a state, bit for bit; a state that does not fit changes nothing."""
         verify_snapshot(self, state)
-        if self._concurrent is not None:
-            self._concurrent.forget()
-        self._given.forget()
+        if self._captured is not None:
+            self._captured.forget()
+        self._caller_tensors.forget()
         with self._stopping():
             restore_snapshot(self, state)
         self._stopped = None
@@ -301,7 +303,7 @@ class Pipeline:
             self._probe.forget()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The weights and buffers of the uncut model, under its names."""
+        """Return the weights and buffers of the uncut model, under its names."""
         return {
             f"{name}.{key}": value
             for name, unit in self._units.items()
@@ -310,22 +312,25 @@ class Pipeline:
 
     def save(self, folder: str | Path) -> None:
         """Write the state to a folder: safetensors (a package to install) and a manifest."""
+        from redivider.pipeline.checkpoint.files import write_state
+
         write_state(folder, self.state_dict())
 
     def load(self, folder: str | Path) -> None:
-        """Continue from a folder that `save` wrote."""
+        """Resume from a folder that `save` wrote."""
+        from redivider.pipeline.checkpoint.files import read_state
+
         self.load_state_dict(read_state(folder))
 
     @property
     def device(self) -> torch.device:
-        """Where the stages are."""
+        """Device of the stages."""
         return next(self._chain.parameters(), torch.empty(0)).device
 
     @property
     def num_in_flight(self) -> int:
-        """Micro-batches that have entered and not yet left."""
-        left = self._tick - delay(0, len(self.cut), self.latency)
-        return self._entered - max(0, left)
+        """Number of micro-batches that have entered and not left."""
+        return self.in_flight.num
 
     def __repr__(self) -> str:
         return (
@@ -336,46 +341,42 @@ class Pipeline:
         )
 
     def _take_part(self, units: dict[str, nn.Module], loss: Any) -> tuple[range, int]:
-        """Which stages are here: all of them; and the seed of what is drawn in them."""
+        """Return the stages of this process, which are all, and the seed of its random numbers."""
         return range(len(self.cut)), self.seed
 
     def _enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> None:
-        """Let a micro-batch in."""
-        found = tensors_of(x)
-        if not found:
+        """Put a new micro-batch into the first inbox."""
+        tensors = tensors_of(x)
+        if not tensors:
             raise TypeError(f"a step needs a tensor, or a structure of some, got {x!r}")
-        self._given.note(n, (x, side), target)
-        autocast = Autocast(found[0].device)
-        message = self._up[0][n] = Message(n, Flow(x), autocast, side, target)
+        self._caller_tensors.note(n, (x, side), target)
+        autocast = Autocast(tensors[0].device)
+        message = self.in_flight.up[0][n] = Message(n, Flow(x), autocast, side, target)
         if self._probe is not None:
             self._probe.enter(message)
 
     def _deliver(self, way: Way, j: int, message: Message) -> None:
-        """Bring a message to a stage."""
-        self._inbox(way, j)[message.microbatch] = message.rounded(self.packing)
+        """Deliver a message to a stage."""
+        self.in_flight.inbox(way, j)[message.microbatch] = message.rounded(self.packing)
 
     def _fetch(self, way: Way, j: int, n: int) -> Message:
-        """Take a message that has come to a stage."""
-        return self._inbox(way, j).pop(n)
+        """Remove a message from a stage's inbox, and return it."""
+        return self.in_flight.inbox(way, j).pop(n)
 
-    def _inbox(self, way: Way, j: int) -> dict[int, Message]:
-        """The messages that have come to a stage, by micro-batch."""
-        return (self._up if way == "up" else self._down)[j]
-
-    def _in_flight(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
-        """The side inputs and the autocast settings of every micro-batch in flight."""
-        inboxes = (*self._up, *self._down)
+    def _contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
+        """Return the side inputs and the autocast settings of every micro-batch in flight."""
+        inboxes = (*self.in_flight.up, *self.in_flight.down)
         return {n: (m.side, m.autocast) for inbox in inboxes for n, m in inbox.items()}
 
     def _targets(self) -> dict[int, Any]:
-        """The targets of those that have not met their loss."""
-        return {n: each.target for inbox in self._up for n, each in inbox.items()}
+        """Return the targets of the micro-batches whose loss has not been computed."""
+        return {n: message.target for inbox in self.in_flight.up for n, message in inbox.items()}
 
     def _end_tick(self) -> None:
-        """All actions of a tick are done, and no update yet."""
+        """Run between the actions of a tick and its updates; nothing in one process."""
 
     def _norms(self) -> list[Tensor]:
-        """Of the gradients of all stages, at their last updates."""
+        """Return the gradient norms of all stages at their last updates."""
         return [stage.norm for stage in self.stages]
 
     def _stage(self, j: int) -> Stage:
@@ -383,23 +384,23 @@ class Pipeline:
 
     def _run_tick(self) -> Tick:
         result = Tick()
-        # Units enter the autocast of their micro-batch. Pull-backs and updates come behind it, as
-        # in plain training, be the caller in a step under autocast or in a flush.
+        # Units enter the autocast of their own micro-batch. Backward passes and updates run without
+        # it, as in plain training, whether the caller is under autocast or not.
         with self._stopping(), without_autocast(self.device):
-            due = actions(self._tick, len(self.cut), self.latency, self._entered)
-            for kind, j, local in due:
+            flight = self.in_flight
+            for kind, j, local in self.schedule.actions(flight.tick, flight.entered):
                 if j not in self._own:
                     continue
-                n = self._first + local
+                n = flight.first + local
                 start = time.perf_counter()
-                with self._around.lane(kind, j):
+                with self._tick_context.lane(kind, j):
                     if kind == "F":
                         result = self._forward(j, n) or result
                     else:
                         self._backward(j, n)
                 if self.observer is not None:
                     self.observer(Action(kind, j, n), start)
-            self._tick += 1
+            flight.tick += 1
             self._end_tick()
             self._update([s for s in self.stages if s.num_pending >= self.accumulate])
         return result
@@ -415,8 +416,8 @@ class Pipeline:
             self._deliver("up", j + 1, message)
             return None
         with naming(f"stage {j}, loss, micro-batch {n}"), message.autocast.again():
-            down, loss, aux = self._loss.run(message, self.arithmetic, self._around.guard)
-            self._down[j][n] = down
+            down, loss, aux = self._loss.run(message, self.arithmetic, self._tick_context.guard)
+            self.in_flight.down[j][n] = down
         return Tick(n, loss, aux)
 
     def _backward(self, j: int, n: int) -> None:
@@ -430,18 +431,18 @@ class Pipeline:
             self._deliver("down", j - 1, message)
 
     def _update(self, stages: Sequence[Stage]) -> None:
-        norms = self._norms()  # as known when the tick began
+        norms = self._norms()  # those known when the tick began
         for stage in stages:
             others = [norm for j, norm in enumerate(norms) if j != stage.index]
-            with self._around.lane("U", stage.index):
+            with self._tick_context.lane("U", stage.index):
                 if self._factor is not None:
-                    self._around.set_rate(stage, self._factor(stage.num_updates))
+                    self._tick_context.set_rate(stage, self._factor(stage.num_updates))
                 stage.update(self._clip, others)
 
     def _leave_graphs(self) -> None:
-        if self._concurrent is not None:
+        if self._captured is not None:
             with self._stopping():
-                self._concurrent.leave()
+                self._captured.leave()
 
     def _verify_running(self) -> None:
         if self._stopped is not None:
@@ -449,15 +450,12 @@ class Pipeline:
                 f"the pipeline was stopped in the middle of a tick by: {self._stopped}; load a "
                 "state from before, or build it anew"
             )
-        done = self._tick - self.latency * (len(self.cut) - 1)  # that have met their loss
         with self._stopping():
-            self._given.verify(
-                self._first + self._entered - self.num_in_flight, self._first + max(0, done)
-            )
+            self._caller_tensors.verify(self.in_flight.oldest, self.in_flight.oldest_without_loss)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Be in evaluation mode for a while."""
+        """Put the model into evaluation mode inside the context."""
         flags = [(module, module.training) for module in self._chain.modules()]
         self._chain.eval()
         try:

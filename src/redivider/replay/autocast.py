@@ -1,4 +1,4 @@
-"""Autocast as it was: a second run casts where the first one did, and nowhere else."""
+"""Autocast settings: a second run casts where the first one did, and nowhere else."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -10,11 +10,11 @@ from redivider.replay.switch import switched_off
 
 
 class Autocast:
-    """The autocast settings around a run, for its device and the CPU.
+    """Autocast settings around a run, for its device and the CPU.
 
     Args:
-        device: Where it runs.
-        settings: Those of another time, instead of now.
+        device: Device of the run.
+        settings: Settings of an earlier time; the current ones by default.
     """
 
     def __init__(
@@ -29,39 +29,40 @@ class Autocast:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """To what it casts on the device, if it does."""
+        """Dtype that autocast uses on the device, or None if it is off."""
         enabled, dtype = self.settings.get(self._kind, (False, None))
         return dtype if enabled else None
 
     def again(self) -> AbstractContextManager[Any]:
         """Enter the same settings, without a cache: see `uncached_casts`."""
-        found = [
+        contexts = [
             torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
             for kind, (enabled, dtype) in self.settings.items()
             if enabled or torch.is_autocast_enabled(kind)
         ]
-        if len(found) < 2:
-            return found[0] if found else nullcontext()
+        if len(contexts) < 2:
+            return contexts[0] if contexts else nullcontext()
         stack = ExitStack()
-        for each in found:
-            stack.enter_context(each)
+        for context in contexts:
+            stack.enter_context(context)
         return stack
 
 
 def uncached_casts() -> AbstractContextManager[None]:
-    """Keep the casts of weights made here out of autocast's cache.
+    """Keep casts of weights out of autocast's cache.
 
-    A run works on stand-ins of the weights, new ones each time: nobody would ask for their casts
-    again, and the caller's region, which may last for many steps, would collect them.
+    Every run works on new stand-ins of the weights. Their casts are never used again, and the
+    cache would keep them until the caller's autocast region ends, perhaps after many steps.
     """
     return switched_off(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
 
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
-    """Cast nothing here, whatever the caller does.
+    """Turn autocast off inside, whatever the caller's settings.
 
-    The cache, which is not in use, is off too: a compiler would make another graph where it is on.
+    The cache is turned off too, although it is not in use: the compiler makes another graph if it
+    is on.
     """
     before = Autocast(device).settings
     try:
@@ -75,5 +76,5 @@ def without_autocast(device: torch.device) -> Iterator[None]:
 
 
 def is_autocast_enabled(device: torch.device) -> bool:
-    """Whether autocast is on for a device; not every kind of device has one."""
+    """Return whether autocast is on for a device; the meta device has none."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)

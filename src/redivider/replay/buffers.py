@@ -1,9 +1,9 @@
-"""Buffers that a run changes, put back for the second run.
+"""Buffers that a run changes, restored for the second run.
 
-Spectral norm, for one, moves its vectors at every forward: a second run must start from the vectors
-that the first one found, and must not move them once more. Which buffers a module changes is
-learned at its first run, by comparing all of them; from then on only those are copied. Running
-statistics of torch's layers have a rule of their own (statistics.py) and do not count here.
+Spectral norm, for example, updates its vectors in every forward. A second run must start from the
+vectors of the first one, and must not update them again. The first run of a module shows which
+buffers it changes, by comparing all of them; from then on only those are copied. Running statistics
+of torch's layers follow another rule (statistics.py) and are left out here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,40 +18,40 @@ from redivider.errors import ChangedError, UnitError
 from redivider.replay.statistics import writing_layers
 
 Slot: TypeAlias = tuple[int, str]
-"""A buffer's place: the index of the module that owns it, and its name there."""
+"""Place of a buffer: the index of its module, and its name there."""
 
 Case: TypeAlias = tuple[tuple[bool, ...], tuple[Slot, ...]]
-"""The training flags, since in evaluation others may change, and all slots: f may be rebuilt."""
+"""Training flags (in evaluation other buffers may change) and all slots (f may be rebuilt)."""
 
-# The slots that a module changes.
-_learned: WeakKeyDictionary[nn.Module, dict[Case, frozenset[Slot]]]
-_learned = WeakKeyDictionary()
+# Slots that a module is known to change.
+_changed_slots: WeakKeyDictionary[nn.Module, dict[Case, frozenset[Slot]]]
+_changed_slots = WeakKeyDictionary()
 
 
 class Buffers:
-    """What the buffers that a run changes were before it, and the state of all others."""
+    """Values from before a run of the buffers that it changes, and versions of all others."""
 
     def __init__(self, modules: Sequence[nn.Module], flags: tuple[bool, ...]) -> None:
         buffers = _buffers(modules)
         self._case = flags, tuple(buffers)
-        known = _learned.setdefault(modules[0], {}).get(self._case)
-        self._first = known is None
+        known = _changed_slots.setdefault(modules[0], {}).get(self._case)
+        self._is_first_run = known is None
         self.before = {
             slot: buffers[slot].clone() for slot in (buffers if known is None else known)
         }
         self._rest = {slot: (buffer, buffer._version) for slot, buffer in buffers.items()}
 
     def finish(self, modules: Sequence[nn.Module]) -> None:
-        """After the run: keep the old values of what it changed, and watch the rest."""
+        """Keep the old values of the buffers that the run changed, and the versions of others."""
         now = _buffers(modules)
-        if self._first:
-            # By value too: batch norm's own operator, for one, writes without counting.
+        if self._is_first_run:
+            # By value too: some operators, like batch norm's, write without raising the version.
             self.before = {
                 slot: old
                 for slot, old in self.before.items()
                 if _is_written(*self._rest[slot]) or not _same(old, now.get(slot))
             }
-            _learned[modules[0]][self._case] = frozenset(self.before)
+            _changed_slots[modules[0]][self._case] = frozenset(self.before)
         for slot, (buffer, version) in list(self._rest.items()):
             if slot in self.before:
                 del self._rest[slot]
@@ -63,15 +63,15 @@ class Buffers:
                 )
 
     def replace(self, before: dict[Slot, Tensor]) -> None:
-        """Take values that were saved, and trust the others to be what they were."""
+        """Use saved values, and assume that all other buffers are unchanged."""
         self.before, self._rest = before, {}
 
     def again(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """Put the old values in place: copies of what the second run may change."""
-        return self._in_place(modules) if self.before or self._rest else nullcontext()
+        """Use copies of the old values inside, which the second run may change."""
+        return self._substituted(modules) if self.before or self._rest else nullcontext()
 
     @contextmanager
-    def _in_place(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+    def _substituted(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         now = _buffers(modules)
         for slot, (buffer, version) in self._rest.items():
             if _is_written(buffer, version):
@@ -80,8 +80,10 @@ class Buffers:
                     "backward, which runs f again and needs it as it was"
                 )
         old = {slot: value.clone() for slot, value in self.before.items()}
-        # One that was replaced by another tensor is still there as it was.
-        old |= {slot: each for slot, (each, _) in self._rest.items() if now.get(slot) is not each}
+        # A buffer that was replaced by another tensor still has its old value.
+        old |= {
+            slot: buffer for slot, (buffer, _) in self._rest.items() if now.get(slot) is not buffer
+        }
         holders = {slot: modules[slot[0]]._buffers for slot in old}
         for slot, value in old.items():
             holders[slot][slot[1]] = value
@@ -93,13 +95,13 @@ class Buffers:
 
 
 def changes_buffers(module: nn.Module) -> bool:
-    """Whether a module that has run changes buffers, beside running statistics."""
-    return any(_learned.get(module, {}).values())
+    """Return whether a module that has run changes buffers other than running statistics."""
+    return any(_changed_slots.get(module, {}).values())
 
 
 def leaves_buffers_alone(module: nn.Module) -> bool:
-    """Whether a module is known to; one that has not run is not."""
-    return bool(_learned.get(module)) and not changes_buffers(module)
+    """Return whether a module is known to change no buffers; before its first run it is not."""
+    return bool(_changed_slots.get(module)) and not changes_buffers(module)
 
 
 def _is_written(buffer: Tensor, version: int) -> bool:

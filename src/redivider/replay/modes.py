@@ -1,4 +1,4 @@
-"""Training and evaluation flags as they were."""
+"""Training flags, restored for a second run."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,18 +7,18 @@ from torch import nn
 
 
 class Modes:
-    """The `training` flags of some modules."""
+    """The `training` flags of modules."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.flags = tuple(each.training for each in modules)
+        self.flags = tuple(module.training for module in modules)
 
     def again(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """Set the flags, then put them back."""
+        """Set these flags inside, and restore the current ones afterwards."""
         now = Modes(modules)
-        return nullcontext() if now.flags == self.flags else self._instead_of(now, modules)
+        return nullcontext() if now.flags == self.flags else self._replacing(now, modules)
 
     @contextmanager
-    def _instead_of(self, now: "Modes", modules: Sequence[nn.Module]) -> Iterator[None]:
+    def _replacing(self, now: "Modes", modules: Sequence[nn.Module]) -> Iterator[None]:
         self._apply(modules)
         try:
             yield
@@ -26,5 +26,5 @@ class Modes:
             now._apply(modules)
 
     def _apply(self, modules: Sequence[nn.Module]) -> None:
-        for each, flag in zip(modules, self.flags, strict=True):
-            each.training = flag
+        for module, flag in zip(modules, self.flags, strict=True):
+            module.training = flag

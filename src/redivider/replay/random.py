@@ -1,10 +1,9 @@
-"""The random numbers of a run, drawn again by a second run.
+"""Random numbers of a run, drawn again by a second run.
 
-A run draws from the CPU's generator and from its device's. There are two ways to have the same
-numbers twice. `Draws` lets the first run draw from the caller's generators, which end as if it had
-run once, and keeps their state before it, where it did draw: 16 bytes on a GPU (a seed and an
-offset), 5,056 on the CPU, whose Mersenne twister cannot be moved to an offset. `Seeded` gives every
-run the numbers of a seed, and keeps nothing else.
+A run draws from the generators of the CPU and of its device. `Draws` uses the caller's generators,
+which end as if the module had run once. It keeps the state of those that the first run used: 16
+bytes on a GPU (a seed and an offset), 5,056 on the CPU, whose Mersenne twister cannot be moved to
+an offset. `Seeded` derives the numbers of every run from a seed, and keeps nothing else.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Randomness(ABC):
-    """Where the random numbers of a run come from."""
+    """Source of the random numbers of a run."""
 
     @abstractmethod
     def first(self) -> AbstractContextManager[None]:
@@ -27,11 +26,11 @@ class Randomness(ABC):
 
     @abstractmethod
     def again(self) -> AbstractContextManager[None]:
-        """Surround a later run: the same numbers, and generators that end where they were."""
+        """Surround a later run: it draws the same numbers, and generators end as they were."""
 
 
 class Draws(Randomness):
-    """The caller's generators, and their states before the run."""
+    """The caller's generators, with their states from before the run."""
 
     def __init__(self, device: torch.device) -> None:
         self._devices = _devices(device)
@@ -48,11 +47,11 @@ class Draws(Randomness):
         }
 
     def again(self) -> AbstractContextManager[None]:
-        return self._drawn_again() if self._before else nullcontext()
+        return self._replaying() if self._before else nullcontext()
 
     @contextmanager
-    def _drawn_again(self) -> Iterator[None]:
-        with _kept_states(self._before):
+    def _replaying(self) -> Iterator[None]:
+        with _restoring_states(self._before):
             for device, state in self._before.items():
                 _set_state(device, state)
             yield
@@ -61,15 +60,16 @@ class Draws(Randomness):
 class Seeded(Randomness):
     """Numbers that are a function of a seed, a micro-batch and a unit.
 
-    The CPU's generator gets a seed made of all three. A GPU's gets the seed, and an offset: while a
-    CUDA graph is captured, only that can be set, and counts from where the replay begins.
+    The generator of the CPU gets a seed made of all three. That of a GPU gets the seed and an
+    offset: during the capture of a CUDA graph only the offset can be set, relative to the start of
+    the replay.
     """
 
     def __init__(self, seed: int, microbatch: int, unit: int, device: torch.device) -> None:
         self._seed, self._microbatch, self._unit = seed, microbatch, unit
         self._devices = _devices(device)
         self.drew = False
-        """Whether a run has drawn any."""
+        """True once a run has drawn numbers."""
 
     def first(self) -> AbstractContextManager[None]:
         return self.again()
@@ -80,7 +80,7 @@ class Seeded(Randomness):
             with self._captured(*_captures[-1], self._devices[1]):
                 yield
             return
-        with _kept_states(self._devices):
+        with _restoring_states(self._devices):
             for device in self._devices:
                 if device.type == "cpu":
                     mixed = mix_seeds(self._seed, self._microbatch, self._unit)
@@ -90,7 +90,7 @@ class Seeded(Randomness):
             start = [_get_state(device) for device in self._devices]
             yield
             pairs = zip(self._devices, start, strict=True)
-            self.drew = any(not torch.equal(_get_state(each), state) for each, state in pairs)
+            self.drew = any(not torch.equal(_get_state(device), state) for device, state in pairs)
 
     @contextmanager
     def _captured(
@@ -98,10 +98,10 @@ class Seeded(Randomness):
     ) -> Iterator[None]:
         before = _get_state(device)
         _set_offset(device, _offset(self._microbatch, self._unit) - _offset(begins, 0))
-        here = _get_state(device)
+        start = _get_state(device)
         yield
-        if torch.equal(_get_state(device), here):
-            _set_state(device, before)  # a graph that draws nothing is replayed with less ado
+        if torch.equal(_get_state(device), start):
+            _set_state(device, before)  # the replay of a graph that draws nothing is cheaper
         else:
             self.drew = True
             draws.append(device)
@@ -109,8 +109,8 @@ class Seeded(Randomness):
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw the CPU's numbers from a seed, and leave its generator as it was."""
-    with _kept_states((CPU,)):
+    """Seed the CPU's generator inside, and restore its state afterwards."""
+    with _restoring_states((CPU,)):
         torch.default_generator.manual_seed(seed)
         yield
 
@@ -121,9 +121,9 @@ _captures: list[tuple[int, list[torch.device]]] = []
 
 @contextmanager
 def captured_from(microbatch: int) -> Iterator[list[torch.device]]:
-    """Let offsets count from a micro-batch, as `replayed_from` will have it.
+    """Count offsets from a micro-batch inside, as `replayed_from` will do.
 
-    What is given is filled with the devices on which numbers are drawn.
+    Yields a list, which is filled with the devices that draw numbers.
     """
     draws: list[torch.device] = []
     _captures.append((microbatch, draws))
@@ -135,17 +135,17 @@ def captured_from(microbatch: int) -> Iterator[list[torch.device]]:
 
 @contextmanager
 def replayed_from(microbatch: int, seed: int, device: torch.device | None) -> Iterator[None]:
-    """Replay a graph with the numbers of a micro-batch and those behind it, if it draws any."""
+    """Replay a graph with the numbers of a micro-batch and later ones, if it draws any."""
     if device is None:
         yield
         return
-    with _kept_states((device,)):
+    with _restoring_states((device,)):
         _place(device, seed, _offset(microbatch, 0))
         yield
 
 
 def mix_seeds(*parts: int | str) -> int:
-    """One seed out of several numbers or names; the same on every machine."""
+    """Return one seed from several numbers or names, the same on every machine."""
     digest = hashlib.blake2b(":".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1  # generators take 63 bits
 
@@ -155,12 +155,12 @@ def _devices(device: torch.device) -> tuple[torch.device, ...]:
 
 
 @contextmanager
-def _kept_states(devices: Iterable[torch.device]) -> Iterator[None]:
-    now = {device: _get_state(device) for device in devices}
+def _restoring_states(devices: Iterable[torch.device]) -> Iterator[None]:
+    states = {device: _get_state(device) for device in devices}
     try:
         yield
     finally:
-        for device, state in now.items():
+        for device, state in states.items():
             _set_state(device, state)
 
 
@@ -179,7 +179,7 @@ def _set_state(device: torch.device, state: Tensor) -> None:
 
 
 def _offset(microbatch: int, unit: int) -> int:
-    """Where a unit's numbers begin: far enough apart, and a multiple of 4 as CUDA wants it."""
+    """Return the offset of a unit's numbers: far apart, and a multiple of 4, as CUDA requires."""
     return (microbatch * 2**12 + unit) * 2**20
 
 
@@ -190,10 +190,10 @@ def _place(device: torch.device, seed: int, offset: int) -> None:
 
 
 def _set_offset(device: torch.device, offset: int) -> None:
-    """Move to an offset while a graph is captured, where a generator's own way is refused."""
+    """Set an offset during a capture, when `Generator.set_offset` is refused."""
     seed = _get_state(device)[:8]
-    where = torch.tensor([offset], dtype=torch.int64).view(torch.uint8)
-    _set_state(device, torch.cat([seed, where]))
+    offset_bytes = torch.tensor([offset], dtype=torch.int64).view(torch.uint8)
+    _set_state(device, torch.cat([seed, offset_bytes]))
 
 
 def _generator(device: torch.device) -> torch.Generator:

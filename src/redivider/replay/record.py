@@ -1,4 +1,4 @@
-"""The circumstances of a run, so that a second run gives the same numbers."""
+"""Record of a run's settings and state, so that a second run gives the same numbers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,21 +16,21 @@ from redivider.replay.statistics import statistics_counted, statistics_untouched
 
 
 class Record:
-    """What a run of a module and those within it depends on beside arguments and parameters.
+    """Settings and state that a run depends on, besides arguments and parameters.
 
         with Record(list(f.modules()), device).first() as record:
             r = f(a)
         with record.again():
             assert torch.equal(f(a), r)
 
-    The first run leaves everything as running the module once does: random state, running
-    statistics, buffers. The second one leaves everything as it found it.
+    The first run changes random state, running statistics and buffers as a plain run does. The
+    second one changes nothing.
 
     Args:
-        modules: The module that is run, first, and all those within it.
-        device: Where it runs.
-        randomness: Where its random numbers come from; the caller's generators unless given.
-        counts: The run in which running statistics are updated: "first", or "again".
+        modules: The module, followed by all modules inside it.
+        device: Device of the run.
+        randomness: Source of random numbers; by default the caller's generators.
+        counts: The run that updates running statistics: "first" or "again".
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Record:
             yield
 
     def by(self, randomness: Randomness) -> "Record":
-        """The same circumstances, but for the random numbers."""
+        """Return a copy of this record with another source of random numbers."""
         record = copy(self)
         record._randomness = randomness
         return record
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run in flight has recorded, for a checkpoint."""
+        """Return the record of a run in flight, for a checkpoint."""
         return {
             "modes": self._modes.flags,
             "autocast": self.autocast.settings,
@@ -83,7 +83,7 @@ class Record:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the place of a record that was saved."""
+        """Restore a saved record."""
         self._modes.flags = tuple(state["modes"])
         self.autocast.settings = state["autocast"]
         self._buffers.replace(state["buffers"])

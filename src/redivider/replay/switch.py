@@ -1,4 +1,4 @@
-"""Switches of torch's that are off for a while."""
+"""Global switches of torch, turned off temporarily."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def switched_off(is_on: Callable[[], bool], switch: Callable[[bool], object]) -> Iterator[None]:
-    """Turn something off, and afterwards to what it was."""
+    """Turn a switch off inside, and restore it afterwards."""
     before = is_on()
     switch(False)
     try:

@@ -1,7 +1,8 @@
-"""Weights that change between a forward and its backward are found by autograd's version counters.
+"""Version counters of weights that fused optimizers change.
 
-Fused optimizers write to the weights without counting. A backward that runs `f` again would then
-use other weights than the forward, in silence; so their steps are counted for them.
+Autograd detects weights that change between a forward and its backward by their version counters.
+Fused optimizers write to the weights without raising them, and a backward that runs `f` again would
+silently use other weights than the forward. So a hook raises the counters for them.
 """
 
 from functools import cache
@@ -13,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 @cache
 def count_fused_steps() -> None:
-    """From now on, let a step of any fused optimizer count as a change of the weights it had."""
+    """From now on, raise the version counters of weights after every fused optimizer step."""
     register_optimizer_step_post_hook(_count)
 
 
@@ -21,5 +22,5 @@ def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         if group.get("fused"):
             torch.autograd.graph.increment_version(
-                [each for each in group["params"] if each.grad is not None]
+                [param for param in group["params"] if param.grad is not None]
             )

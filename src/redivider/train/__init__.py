@@ -1,1 +1,1 @@
-"""Training: recipes, the loop, what is seen while it runs, and reports."""
+"""Training: recipes, the training loop, its log and progress, and reports."""

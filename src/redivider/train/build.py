@@ -1,4 +1,4 @@
-"""What a recipe asks for, made: data, a model, and the engine that trains it."""
+"""Build the data, the model and the engine of a recipe."""
 
 from dataclasses import replace
 from math import ceil
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from redivider.pipeline.runners.process_group import join, own_gpu
-from redivider.train.crew import said_once
+from redivider.train.crew import report_once
 from redivider.train.distributed import DistributedEngine
 from redivider.train.engine import BackpropEngine, Engine, PipelineEngine
 from redivider.train.errors import TrainError
@@ -17,11 +17,11 @@ from redivider.train.schedule import Schedule
 from redivider.train.task import make_task
 from redivider.train.torchrun import num_processes
 
-ROUNDING = 1e-9  # of fractions of epochs
+ROUNDING = 1e-9  # tolerance for fractions of epochs
 
 
 def resolved(recipe: Recipe) -> Recipe:
-    """With nothing left that depends on where and when it is run."""
+    """Return the recipe with its device and data folder resolved, to run the same elsewhere."""
     folder = recipe.data_folder
     return replace(
         recipe,
@@ -31,7 +31,7 @@ def resolved(recipe: Recipe) -> Recipe:
 
 
 def build(recipe: Recipe) -> Engine:
-    """Load the data, make the model and what trains it."""
+    """Load the data, and make the model and its engine."""
     device = resolve_device(recipe.device)
     torch.manual_seed(recipe.seed)
     if num_processes() > 1:
@@ -43,7 +43,7 @@ def build(recipe: Recipe) -> Engine:
         )
     try:
         task = make_task(recipe, device)
-    except ValueError as error:  # of data and models, each saying what to do
+    except ValueError as error:  # of data and models; its message contains the remedy
         raise TrainError(str(error)) from error
     num_per_epoch = len(task.train) / (recipe.replicas * recipe.accumulate)
     total = num_microbatches(recipe, len(task.train) // recipe.replicas)
@@ -51,20 +51,20 @@ def build(recipe: Recipe) -> Engine:
     try:
         return _choose_engine(recipe)(recipe, task, schedule)
     except ValueError as error:  # of pipelines
-        raise said_once(TrainError(str(error))) from error
+        raise report_once(TrainError(str(error))) from error
 
 
 def join_processes(recipe: Recipe, device: torch.device) -> torch.device:
-    """Begin to talk to the other processes of the run; the device of this one."""
+    """Join the process group of the run, and return the device of this process."""
     if not recipe.is_pipeline:
-        raise said_once(
+        raise report_once(
             TrainError(
                 f"{recipe.method} runs in one process; take a pipeline's method, such as --method "
                 "petra, or start it without torchrun"
             )
         )
     if recipe.probe_every:
-        raise said_once(
+        raise report_once(
             TrainError("a probe needs the whole network in one process: --probe-every 0")
         )
     if str(device) == "cuda":
@@ -74,8 +74,9 @@ def join_processes(recipe: Recipe, device: torch.device) -> torch.device:
 
 
 def num_microbatches(recipe: Recipe, per_epoch: int) -> int:
-    """In all: whole updates. 1.1 epochs of 100 are 110, which floats would make 111."""
+    """Return the number of micro-batches of a run, rounded up to whole updates."""
     updates = recipe.epochs * per_epoch / recipe.accumulate
+    # 1.1 * 100 is slightly more than 110 in floating point, and must not become 111.
     return ceil(updates - ROUNDING) * recipe.accumulate
 
 

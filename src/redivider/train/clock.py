@@ -1,4 +1,4 @@
-"""Seconds of training: a clock that stands still while something else is done."""
+"""Clock of training time, which can be paused."""
 
 import time
 from collections.abc import Iterator
@@ -8,28 +8,29 @@ import torch
 
 
 class Clock:
-    """Counts from where a run was left."""
+    """Stopwatch of training time; a resumed run continues from its last value."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._done = 0.0
-        self._since: float | None = None
+        self._elapsed = 0.0
+        self._started: float | None = None
 
     @property
     def seconds(self) -> float:
-        """So far."""
-        running = 0.0 if self._since is None else time.perf_counter() - self._since
-        return self._done + running
+        """Seconds of training so far."""
+        running = 0.0 if self._started is None else time.perf_counter() - self._started
+        return self._elapsed + running
 
     def start(self, seconds: float) -> None:
-        """Go on from so many."""
-        self._done, self._since = seconds, time.perf_counter()
+        """Start to count from `seconds`."""
+        self._elapsed, self._started = seconds, time.perf_counter()
 
     @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Surround what does not count, once the device has done what does."""
+    def paused(self) -> Iterator[None]:
+        """Pause the clock, after the device has finished its queued work."""
+        # CUDA runs behind the host: without this, queued training work would not be counted.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._done, self._since = self.seconds, None
+        self._elapsed, self._started = self.seconds, None
         yield
-        self._since = time.perf_counter()
+        self._started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Methods beside each other: the same recipe by each of them, in one table."""
+"""Comparison of methods: train the same recipe by each of them, for one table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from redivider.models.catalogue import resolve
 from redivider.train.build import build, resolved
-from redivider.train.crew import said_once
+from redivider.train.crew import report_once
 from redivider.train.engine import PipelineEngine
 from redivider.train.errors import TrainError
 from redivider.train.folder import claim, write_whole
 from redivider.train.loop import Result, Stopped, train
-from redivider.train.machine import using_threads, within_memory
+from redivider.train.machine import report_out_of_memory, using_threads
 from redivider.train.progress import tell
 from redivider.train.recipe import Recipe
 from redivider.train.report import write_report
@@ -23,31 +23,31 @@ REPORT = "report.html"
 
 @dataclass(frozen=True)
 class Row:
-    """A method's line of the table."""
+    """Row of the table, for one method."""
 
     name: str
     result: Result
     held: int | None
-    """Bytes of activations: between forward and backward, or two ticks, of all stages."""
+    """Bytes of activations of all stages, between forward and backward or between two ticks."""
     by_depth: dict[int, int]
 
 
 def compare(
     recipe: Recipe, folder: Path, *, resume: bool = False, numbered: bool = False
 ) -> tuple[Path, list[Row]]:
-    """Train by each method of the recipe, in folders of their own, and write a report of all.
+    """Train by each method of the recipe, in a folder each, and write a report of all.
 
     Args:
-        recipe: What to do.
-        folder: Where to; folder, `resume` and `numbered` as for `train`.
-        resume: Go on with a comparison.
-        numbered: Take a folder with a number instead, if this one is there already.
+        recipe: Recipe with the methods to compare.
+        folder: Folder of the comparison; `folder`, `resume` and `numbered` are as in `train`.
+        resume: Resume a comparison that was stopped.
+        numbered: If the folder exists, use one with a number instead.
 
     Returns:
         The folder, and the rows of the table.
     """
     if num_processes() > 1:
-        raise said_once(
+        raise report_once(
             TrainError(
                 "a comparison runs in one process; train by one method under torchrun, such as "
                 "--method petra"
@@ -56,25 +56,26 @@ def compare(
     recipe = resolved(recipe)
     runs = variants(recipe)
     if not resume:
-        for _, each in runs:  # none is begun if one of them cannot be
-            with within_memory(each, each.device):
-                build(each)
+        for _, variant in runs:  # do not start the first if a later one cannot be built
+            with report_out_of_memory(variant, variant.device):
+                build(variant)
         folder = claim(folder, numbered=numbered)
         write_whole(folder / RECIPE, recipe.to_json())
     results = {}
     try:
-        for name, each in runs:
-            where = folder / name.replace(", ", "-")
-            results[name] = train(each, where, resume=resume and (where / RECIPE).exists())
+        for name, variant in runs:
+            path = folder / name.replace(", ", "-")
+            results[name] = train(variant, path, resume=resume and (path / RECIPE).exists())
             if results[name].is_last:
                 raise Stopped(f"stopped after {name}, which has ended", folder)
         tell(recipe.name, "writing the report")
-        write_report([each.folder for each in results.values()], folder / REPORT)
+        write_report([result.folder for result in results.values()], folder / REPORT)
         rows = []
-        for name, each in runs:
+        for name, variant in runs:
             held = read_run(results[name].folder).held("activations")
-            with using_threads(each.threads):
-                depths = {} if "," in name else measure_depths(each)
+            with using_threads(variant.threads):
+                # The captured variant of a method would measure the same again.
+                depths = {} if "," in name else measure_depths(variant)
             rows.append(Row(name, results[name], int(sum(held)) if held else None, depths))
         return folder, rows
     except (KeyboardInterrupt, Stopped) as stopped:
@@ -82,20 +83,24 @@ def compare(
 
 
 def variants(recipe: Recipe) -> list[tuple[str, Recipe]]:
-    """Each method; on a GPU, pipelines that a probe keeps from being captured once more without."""
-    found: list[tuple[str, Recipe]] = []
+    """Return the runs of a comparison as names and recipes.
+
+    On a GPU, ticks with a probe are not captured: such a pipeline is trained a second time without
+    the probe.
+    """
+    runs: list[tuple[str, Recipe]] = []
     for method in recipe.compare:
-        each = replace(recipe, method=method, compare=())
-        found.append((method, each))
-        can_capture = each.capture and each.device.startswith("cuda")
-        if each.is_pipeline and each.probe_every and can_capture:
-            found.append((f"{method}, captured", replace(each, probe_every=0)))
-    return found
+        variant = replace(recipe, method=method, compare=())
+        runs.append((method, variant))
+        can_capture = variant.capture and variant.device.startswith("cuda")
+        if variant.is_pipeline and variant.probe_every and can_capture:
+            runs.append((f"{method}, captured", replace(variant, probe_every=0)))
+    return runs
 
 
 def measure_depths(recipe: Recipe) -> dict[int, int]:
     """Return the bytes of activations that the method holds, by the depth of the model."""
-    found = {}
+    sizes = {}
     num_stages = recipe.stages
     if recipe.is_pipeline and recipe.compare_depths and num_stages == "auto":
         num_stages = len(list(build(recipe).task.body.units()))
@@ -107,25 +112,26 @@ def measure_depths(recipe: Recipe) -> dict[int, int]:
             deep = replace(deep, stages=min(num_units, num))
         engine = build(deep)
         if isinstance(engine, PipelineEngine):
+            # Fill the pipeline: it holds most when all stages have micro-batches in flight.
             for step in range(2 * deep.latency * len(engine.pipe.stages)):
                 engine.step(*engine.task.train[step])
         held = engine.holdings()
         assert held is not None, "the pipeline is full"
-        found[depth] = sum(each.activations + each.messages for each in held)
+        sizes[depth] = sum(holding.activations + holding.messages for holding in held)
         name = f"{recipe.name}, {recipe.method}"
-        tell(name, f"{_mib(found[depth])} of activations at depth {depth}")
-    return found
+        tell(name, f"{_mib(sizes[depth])} of activations at depth {depth}")
+    return sizes
 
 
 def _deepened(recipe: Recipe, depth: int) -> Recipe:
-    """The same model with so many couplings or layers."""
-    if "depths" in {each.name for each in fields(resolve(recipe.model)[0].options)}:
+    """Return the recipe with a model of `depth` couplings or layers."""
+    if "depths" in {field.name for field in fields(resolve(recipe.model)[0].options)}:
         return replace(recipe, depths=(depth,))
     return replace(recipe, model_options={**recipe.model_options, "depth": depth})
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The table that a comparison ends with."""
+    """Format the table of a comparison."""
     depths = list(rows[0].by_depth) if rows else []
     has_accuracy = any(row.result.score.accuracy is not None for row in rows)
     heads = ["method", "accuracy" if has_accuracy else "loss", "seconds", "activations"]
@@ -133,8 +139,8 @@ def table(rows: Sequence[Row]) -> str:
     lines = [heads]
     for row in rows:
         score = row.result.score
-        shown = f"{score.loss:.3f}" if score.accuracy is None else f"{score.accuracy:.1%}"
-        cells = [row.name, shown, f"{row.result.seconds:.1f}", _mib(row.held)]
+        metric = f"{score.loss:.3f}" if score.accuracy is None else f"{score.accuracy:.1%}"
+        cells = [row.name, metric, f"{row.result.seconds:.1f}", _mib(row.held)]
         lines.append([*cells, *(_mib(row.by_depth.get(depth)) for depth in depths)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

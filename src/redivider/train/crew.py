@@ -1,6 +1,6 @@
-"""The processes of a run: one alone, or those that torchrun has started.
+"""Processes of a run: a single one, or those that torchrun has started.
 
-All of them run the same loop; one of them, which sees the losses, writes what a person reads.
+All of them run the same loop. One of them, which has the losses, writes the log.
 """
 
 import json
@@ -17,45 +17,48 @@ from redivider.pipeline.checkpoint.files import Alone, Writers
 from redivider.pipeline.runners.topology import Team
 from redivider.train.errors import TrainError
 
-SECONDS = 1.0  # between two questions to all processes whether somebody has asked them to stop
+SECONDS = 1.0  # between two collectives that ask all processes whether to stop
 
 
 class Crew:
-    """One process alone."""
+    """Single process, for which all collectives are trivial."""
 
     is_writer = True
     sees_losses = True
     column = 0
     writers: Writers = Alone()
 
-    def decide(self, do: Callable[[], str]) -> str:
-        """What the writer finds when it does something, for all."""
-        return do()
+    def decide(self, compute: Callable[[], str]) -> str:
+        """Call `compute` in the writer, and return its result in all processes."""
+        return compute()
 
-    def collect(self, value: Any) -> list[Any]:
-        """Everybody's plain data."""
+    def gather(self, value: Any) -> list[Any]:
+        """Return the plain data of all processes."""
         return [value]
 
-    def agrees(self, wish: bool) -> bool:
-        """Whether anybody wishes it."""
-        return wish
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set in any process."""
+        return flag
 
-    def stops(self, wish: bool, step: int) -> bool:
-        """Whether anybody wishes to stop; asked of all at the same steps, now and then."""
-        return wish
+    def should_stop(self, flag: bool, step: int) -> bool:
+        """Return whether any process wants to stop.
+
+        All processes ask at the same steps, about once a second.
+        """
+        return flag
 
     def mean(self, number: float | None) -> float | None:
-        """The mean over replicas."""
+        """Return the mean over replicas."""
         return number
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """End all processes if this one cannot go on."""
+        """End all processes if this one fails."""
         yield
 
 
 class Ranks(Crew):
-    """One of several."""
+    """One of several processes, which decide together."""
 
     def __init__(self, team: Team) -> None:
         self._team = self.writers = team
@@ -65,33 +68,35 @@ class Ranks(Crew):
         self._asked_at, self._asked_after, self._ask_after = time.monotonic(), 0, 0
         self._interval = 1
 
-    def decide(self, do: Callable[[], str]) -> str:
-        texts = self._team.tell_all(json.dumps(do()) if self.is_writer else "")
-        said: str = json.loads(next(each for each in texts if each))
-        return said
+    def decide(self, compute: Callable[[], str]) -> str:
+        texts = self._team.tell_all(json.dumps(compute()) if self.is_writer else "")
+        result: str = json.loads(next(text for text in texts if text))
+        return result
 
-    def collect(self, value: Any) -> list[Any]:
-        return [json.loads(each) for each in self._team.tell_all(json.dumps(value))]
+    def gather(self, value: Any) -> list[Any]:
+        return [json.loads(text) for text in self._team.tell_all(json.dumps(value))]
 
-    def agrees(self, wish: bool) -> bool:
-        return self._team.agree(float(wish)) > 0
+    def any(self, flag: bool) -> bool:
+        return self._team.agree(float(flag)) > 0
 
-    def stops(self, wish: bool, step: int) -> bool:
+    def should_stop(self, flag: bool, step: int) -> bool:
+        # A collective per step would be slow, and a test of the local clock would let ranks
+        # disagree about the steps that have one: all derive the interval from the same numbers.
         if step < self._ask_after:
             return False
-        asked = self._team.agree(float(wish)) > 0
+        stops = self._team.agree(float(flag)) > 0
         seconds = self._team.agree(time.monotonic() - self._asked_at)
         if self._asked_after:
             rate = (step - self._asked_after) / max(seconds, 1e-6)
             self._interval = max(1, min(10 * self._interval, int(rate * SECONDS)))
         self._asked_at, self._asked_after = time.monotonic(), step
         self._ask_after = step + self._interval
-        return asked
+        return stops
 
     def mean(self, number: float | None) -> float | None:
-        found = torch.tensor([nan if number is None else number], dtype=torch.float64)
-        self._team.average([found])
-        return None if isnan(found) and number is None else float(found)
+        value = torch.tensor([nan if number is None else number], dtype=torch.float64)
+        self._team.average([value])
+        return None if isnan(value) and number is None else float(value)
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
@@ -100,7 +105,7 @@ class Ranks(Crew):
         self._team.watch.close()
 
 
-def said_once(error: TrainError) -> TrainError:
-    """An error that all processes have, which one of them is to say."""
+def report_once(error: TrainError) -> TrainError:
+    """Mark an error that all processes raise, so that only rank 0 prints it."""
     error.is_first = os.environ.get("RANK", "0") == "0"
     return error

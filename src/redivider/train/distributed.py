@@ -1,4 +1,4 @@
-"""The engine of a pipeline over the processes of torchrun."""
+"""Engine of a pipeline over the processes of torchrun."""
 
 import json
 from collections.abc import Iterator
@@ -24,7 +24,10 @@ from redivider.train.task import Score, Task
 
 
 class DistributedEngine(PipelineEngine):
-    """A part of a pipeline, in this process: a tick for each micro-batch, of every replica."""
+    """Stages of this process in a distributed pipeline, with one tick per micro-batch.
+
+    Every replica takes micro-batches of its own.
+    """
 
     pipe: DistributedPipeline
 
@@ -43,15 +46,16 @@ class DistributedEngine(PipelineEngine):
         shape, names = (recipe.replicas, num // recipe.replicas), ("data", "stage")
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if recipe.replicas > 1 else None
         if self.task.body is not self.task.model and dist.get_rank() in _last_ranks(*shape):
-            head = dict(list(self.task.model.named_children())[-1:])  # it is in the loss
+            head = dict(list(self.task.model.named_children())[-1:])  # which is part of the loss
             materialise(head, seed=recipe.seed, device=self.device)
         return DistributedPipeline(
             self.task.body, mesh=mesh, device=self.device, timeout=recipe.timeout, **options
         )
 
-    def batches(self, since: int) -> Iterator[tuple[Any, Any]]:
+    def batches(self, start: int) -> Iterator[tuple[Any, Any]]:
         team, num = self.pipe.team, self.recipe.replicas
-        for step in count(since):
+        for step in count(start):
+            # Only the first stage needs the input, and only the last one the target.
             if team.place in (0, team.num_places - 1):
                 yield self.task.train[step * num + team.column]
             else:
@@ -60,21 +64,22 @@ class DistributedEngine(PipelineEngine):
     def evaluate(self) -> Score:
         with self._autocast():
             score = self.task.evaluate(self.pipe.evaluate_here)
-        said = json.loads(self.crew.decide(lambda: json.dumps(asdict(score))))
-        return Score(**said)
+        fields = json.loads(self.crew.decide(lambda: json.dumps(asdict(score))))
+        return Score(**fields)
 
     def holdings(self) -> list[Holding] | None:
         own = super().holdings()
         if own is None:
             return None
-        found = self.crew.collect([asdict(each) for each in own])
-        by_stage = {each["stage"]: Holding(**each) for some in reversed(found) for each in some}
-        return [each for _, each in sorted(by_stage.items())]
+        by_rank = self.crew.gather([asdict(holding) for holding in own])
+        # Replicas hold the same stages: the first replica's count.
+        by_stage = {row["stage"]: Holding(**row) for rows in reversed(by_rank) for row in rows}
+        return [holding for _, holding in sorted(by_stage.items())]
 
     @property
     def all_spans(self) -> Spans:
-        found = self.crew.collect([[*key, *span] for key, span in self.spans.items()])
-        return {Action(*key): (start, end) for some in found for *key, start, end in some}
+        by_rank = self.crew.gather([[*key, *span] for key, span in self.spans.items()])
+        return {Action(*key): (start, end) for rows in by_rank for *key, start, end in rows}
 
     def state_dict(self) -> dict[str, Any]:
         return self.pipe.parts.to_write(self.pipe.state_dict())
@@ -86,11 +91,11 @@ class DistributedEngine(PipelineEngine):
         return self.pipe.parts.wants(path)
 
     def weights(self) -> dict[str, Tensor]:
-        found = self.pipe.full_state_dict()
+        weights = self.pipe.full_state_dict()
         if self.task.body is not self.task.model and self.crew.sees_losses:
             name, head = list(self.task.model.named_children())[-1]
-            found |= {f"{name}.{key}": value for key, value in head.state_dict().items()}
-        return found
+            weights |= {f"{name}.{key}": value for key, value in head.state_dict().items()}
+        return weights
 
 
 def _last_ranks(num_columns: int, num_places: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Engines: what takes micro-batches and trains a model by them, by backprop or by a pipeline."""
+"""Engines: train a model one micro-batch at a time, by backprop or by a pipeline."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from redivider.captured import capture
+from redivider.checks.memory import measure_memory
 from redivider.errors import CaptureError
-from redivider.footprint import measure_memory
+from redivider.gpu.capture import capture
 from redivider.pipeline.checkpoint.files import StateError
 from redivider.pipeline.diagnostics.memory import Holding, holdings
 from redivider.pipeline.diagnostics.timeline import measured_spans
 from redivider.pipeline.pipeline import Pipeline
-from redivider.pipeline.schedule import Action, delay
+from redivider.pipeline.schedule import Action
 from redivider.train.crew import Crew
 from redivider.train.optim import make_optimizer
 from redivider.train.recipe import Recipe
@@ -31,62 +31,62 @@ MESSAGES = {None: None, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What is known of a micro-batch when its loss is: tensors on the device."""
+class Metrics:
+    """Loss and number of correct predictions of a micro-batch, as tensors on the device."""
 
     loss: Tensor
     correct: Tensor | None
 
 
 class Engine(ABC):
-    """Trains the model of a task, a micro-batch at a time."""
+    """Base of the engines, which train the model of a task one micro-batch at a time."""
 
     crew = Crew()
-    """The processes of the run."""
+    """Processes of the run."""
 
     def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
         self.recipe, self.task, self.schedule = recipe, task, schedule
         self.device = task.train.device
 
-    def batches(self, since: int) -> Iterator[tuple[Any, Any]]:
-        """What `step` is to be given, from a micro-batch on."""
-        return self.task.train.since(since)
+    def batches(self, start: int) -> Iterator[tuple[Any, Any]]:
+        """Return the inputs of `step`, from micro-batch `start` on."""
+        return self.task.train.since(start)
 
     @abstractmethod
-    def step(self, x: Tensor, y: Tensor) -> list[Seen]:
-        """Take a micro-batch; return what became known by it, of this one or of others."""
+    def step(self, x: Tensor, y: Tensor) -> list[Metrics]:
+        """Train on a micro-batch; return the metrics that are ready, of this or earlier ones."""
 
     @abstractmethod
-    def finish(self) -> list[Seen]:
-        """Take back what is in flight, at the end of training."""
+    def finish(self) -> list[Metrics]:
+        """Run the backward of all micro-batches in flight, at the end of training."""
 
     @abstractmethod
     def evaluate(self) -> Score:
-        """Score the test data by the weights of now."""
+        """Score the test data with the current weights."""
 
     @abstractmethod
     def holdings(self) -> list[Holding] | None:
-        """What is held for the backward, by stage; None where that is not known now."""
+        """Return the memory held for the backward, by stage; None while a pipeline fills."""
 
     @property
     @abstractmethod
     def num_updates(self) -> int:
-        """Done so far; of its last stage, for a pipeline."""
+        """Number of updates so far; for a pipeline, those of its last stage."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All that the next steps depend on."""
+        """Return the state that the next steps depend on."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from such a state, to the last bit."""
+        """Load a state of `state_dict`, to resume bit for bit."""
 
     def wants(self, path: tuple[Any, ...]) -> bool:
-        """Whether what lies under these keys in a state is of use here."""
+        """Return whether this process needs the part of a state under these keys."""
         return True
 
     def weights(self) -> dict[str, Tensor]:
-        """The trained weights under the names of the model."""
+        """Return the trained weights, under the names of the model."""
         return self.task.model.state_dict()
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -96,9 +96,9 @@ class Engine(ABC):
 
 
 class BackpropEngine(Engine):
-    """Plain, checkpointed or reversible backprop: a step of `accumulate` micro-batches at a time.
+    """Plain, checkpointed or reversible backprop, in steps of `accumulate` micro-batches.
 
-    On a GPU the whole step is captured, if it can be.
+    On a GPU the whole step is captured as a CUDA graph where possible.
     """
 
     def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
@@ -112,7 +112,7 @@ class BackpropEngine(Engine):
         if recipe.compile:
             task.body.compile(dynamic=False)
 
-    def step(self, x: Tensor, y: Tensor) -> list[Seen]:
+    def step(self, x: Tensor, y: Tensor) -> list[Metrics]:
         self._pending += [x, y]
         if len(self._pending) < 2 * self.recipe.accumulate:
             return []
@@ -120,13 +120,13 @@ class BackpropEngine(Engine):
             group["lr"] = self.recipe.lr * self.schedule(self._num_updates)
         inputs, self._pending = tuple(self._pending), []
         if self._run is None:
-            self._run = self._captured(inputs)
+            self._run = self._capture(inputs)
         losses, corrects = self._run(*inputs)
         self._num_updates += 1
-        known = [None] * len(losses) if corrects is None else corrects
-        return [Seen(loss, right) for loss, right in zip(losses, known, strict=True)]
+        counts = [None] * len(losses) if corrects is None else corrects
+        return [Metrics(loss, correct) for loss, correct in zip(losses, counts, strict=True)]
 
-    def finish(self) -> list[Seen]:
+    def finish(self) -> list[Metrics]:
         return []
 
     def evaluate(self) -> Score:
@@ -162,7 +162,7 @@ class BackpropEngine(Engine):
         try:
             self.task.model.load_state_dict(state["model"])
         except RuntimeError as error:
-            first = str(error).split("\n")[1:2]  # of many
+            first = str(error).split("\n")[1:2]  # torch lists all mismatches below a title
             raise StateError("".join(first).strip() or str(error)) from error
         self._optimizer.load_state_dict(state["optimizer"])
         self._num_updates = state["num_updates"]
@@ -171,7 +171,8 @@ class BackpropEngine(Engine):
             torch.cuda.set_rng_state(state["random_cuda"].cpu(), self.device)
         self._run = None  # a captured step holds the old state
 
-    def _captured(self, inputs: tuple[Tensor, ...]) -> Any:
+    def _capture(self, inputs: tuple[Tensor, ...]) -> Any:
+        """Return the update as a CUDA graph where possible, else the eager function."""
         if self.recipe.capture and self.device.type == "cuda":
             try:
                 return capture(self._update, inputs)
@@ -182,13 +183,13 @@ class BackpropEngine(Engine):
     def _update(self, *inputs: Tensor) -> tuple[list[Tensor], list[Tensor] | None]:
         losses, corrects = [], []
         self._optimizer.zero_grad()
-        # Autocast keeps its casts of weights until the outermost of its contexts ends, be it one
-        # that casts or not: within this one all micro-batches have the same.
+        # Autocast caches its casts of weights until the outermost autocast context ends, even a
+        # disabled one. Within this one all micro-batches share the casts.
         with self._autocast(enabled=False):
             for x, y in zip(inputs[::2], inputs[1::2], strict=True):
                 with self._autocast():
-                    found = self.task.loss(self.task.body(x), y)
-                loss, correct = found if isinstance(found, tuple) else (found, None)
+                    result = self.task.loss(self.task.body(x), y)
+                loss, correct = result if isinstance(result, tuple) else (result, None)
                 (loss / self.recipe.accumulate).backward()
                 losses.append(loss.detach())
                 corrects += [] if correct is None else [correct]
@@ -199,7 +200,7 @@ class BackpropEngine(Engine):
 
 
 class PipelineEngine(Engine):
-    """A pipeline in this process: a tick for each micro-batch."""
+    """Pipeline in this process, with one tick per micro-batch."""
 
     def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
         super().__init__(recipe, task, schedule)
@@ -220,48 +221,48 @@ class PipelineEngine(Engine):
             capture=recipe.capture,
             example=task.train[0][0] if isinstance(recipe.stages, int) else None,
         )
-        # Whatever the number of processes, a run goes on with the same stages.
+        # Record the cut, so that a run resumes with the same stages in any number of processes.
         self.recipe = replace(recipe, stages=tuple(self.pipe.cut))
         if recipe.compile:
             self.pipe.compile(dynamic=False)
         self.probe = self.pipe.probe(every=recipe.probe_every) if recipe.probe_every else None
         self._num_traced = 0
         self.spans: Spans = {}
-        """When each action of the ticks that were traced began and ended, in seconds."""
+        """Start and end of each action of the traced ticks, in seconds."""
 
     def _make_pipe(self, **options: Any) -> Pipeline:
         return Pipeline(self.task.body, **options)
 
     def trace(self, num_ticks: int) -> None:
-        """Measure the next ticks; not on a GPU, where the host only queues the work."""
+        """Time the next ticks; not on a GPU, where the host only queues the work."""
         if self.device.type == "cpu":
             self._num_traced = num_ticks
 
     @property
     def all_spans(self) -> Spans:
-        """Of all stages, wherever they are."""
+        """Spans of all stages, including those of other processes."""
         return self.spans
 
-    def step(self, x: Tensor, y: Tensor) -> list[Seen]:
-        watch: AbstractContextManager[Spans] = nullcontext({})
+    def step(self, x: Tensor, y: Tensor) -> list[Metrics]:
+        timer: AbstractContextManager[Spans] = nullcontext({})
         if self._num_traced:
             self._num_traced -= 1
-            watch = measured_spans(self.pipe)
-        with self._autocast(), watch as spans:
+            timer = measured_spans(self.pipe)
+        with self._autocast(), timer as spans:
             tick = self.pipe.step(x, y)
         self.spans.update(spans)
-        return [] if tick.loss is None else [Seen(tick.loss, tick.aux)]
+        return [] if tick.loss is None else [Metrics(tick.loss, tick.aux)]
 
-    def finish(self) -> list[Seen]:
+    def finish(self) -> list[Metrics]:
         ticks = self.pipe.flush(update=True)
-        return [Seen(each.loss, each.aux) for each in ticks if each.loss is not None]
+        return [Metrics(tick.loss, tick.aux) for tick in ticks if tick.loss is not None]
 
     def evaluate(self) -> Score:
         with self._autocast():
             return self.task.evaluate(self.pipe.evaluate)
 
     def holdings(self) -> list[Holding] | None:
-        full = delay(0, len(self.pipe.cut), self.pipe.latency)
+        full = self.pipe.schedule.num_in_flight
         return holdings(self.pipe) if self.pipe.num_in_flight >= full else None
 
     @property

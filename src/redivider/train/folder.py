@@ -1,4 +1,4 @@
-"""The folder of a run: one process at a time, and files that are whole or not there."""
+"""Folder of a run: used by one process at a time, with files that are complete or absent."""
 
 import errno
 import fcntl
@@ -13,28 +13,31 @@ LOCK = ".lock"
 
 
 def claim(folder: Path, *, numbered: bool) -> Path:
-    """Make a folder for a new run: this one, or the first one with a number that is free."""
-    made, number = folder, 2
+    """Make a folder for a new run: this one, or, if `numbered`, the first free `folder-N`.
+
+    `mkdir` is atomic, so that two processes never get the same numbered folder.
+    """
+    path, number = folder, 2
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         while True:
             try:
-                made.mkdir()
-                return made
+                path.mkdir()
+                return path
             except FileExistsError:
-                if not numbered and made.is_dir() and not any(made.iterdir()):
-                    return made
+                if not numbered and path.is_dir() and not any(path.iterdir()):
+                    return path
                 if not numbered:
                     raise TrainError(
                         f"{folder} is there already; take another folder, or go on with a run by "
                         "--resume (in Python resume=True)"
                     ) from None
-                made, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+                path, number = folder.with_name(f"{folder.name}-{number}"), number + 1
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out while this one trains there."""
+    """Lock the folder, so that no other process trains there."""
     with writing(folder):
         file = (folder / LOCK).open("a")
     with file:
@@ -46,8 +49,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file beside, and put it in its place when it is complete."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")  # others may write it, too
+    """Write a temporary file beside `path` and move it there, so that no reader sees a part."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.new")  # other processes may write it, too
     with writing(path.parent):
         try:
             new.write_text(text, encoding="utf-8")
@@ -59,10 +62,12 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Say what to do where a disk is full, or a folder cannot be written to."""
+    """Turn an OSError into an error that says what to do about a full disk or a bad folder."""
     try:
         yield
     except OSError as error:
         may_be_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
-        do = "make room there, or take another folder" if may_be_full else "take another folder"
-        raise TrainError(f"cannot write to {folder} ({error.strerror or error}); {do}") from error
+        remedy = "make room there, or take another folder" if may_be_full else "take another folder"
+        raise TrainError(
+            f"cannot write to {folder} ({error.strerror or error}); {remedy}"
+        ) from error

@@ -1,4 +1,4 @@
-"""What a run leaves to read: a JSON object a line, and the same curves for TensorBoard."""
+"""Log of a run: one JSON object per line, and the same curves for TensorBoard."""
 
 import json
 import math
@@ -17,26 +17,26 @@ CURVES = {
 
 
 class Log:
-    """The log of a run; lines are on disk when `write` returns.
+    """Log of a run; lines are on disk when `write` returns.
 
     Args:
-        folder: Of the run.
-        since: Go on after this step: lines of later ones, which a stopped run has left, are gone.
-            None begins anew.
+        folder: Folder of the run.
+        resume_step: Step to resume from; lines of later steps, which the stopped run has left, are
+            deleted. None starts a new log.
     """
 
-    def __init__(self, folder: Path, *, since: int | None) -> None:
+    def __init__(self, folder: Path, *, resume_step: int | None) -> None:
         self._path = folder / LOG
         self._folder = folder
-        self._since = -1 if since is None else since
+        self._resume_step = -1 if resume_step is None else resume_step
         if self._path.exists():
-            self._keep(lambda row: int(row.get("step", 0)) <= self._since)
+            self._keep(lambda row: int(row.get("step", 0)) <= self._resume_step)
         with writing(folder):
             self._file = self._path.open("a")
         self._board: Any = None
 
     def write(self, kind: str, **row: Any) -> None:
-        """Add a line."""
+        """Append a line."""
         plain = {name: _plain(value) for name, value in row.items()}
         with writing(self._folder):
             self._file.write(json.dumps({"kind": kind, **plain}) + "\n")
@@ -47,7 +47,7 @@ class Log:
 
     def close(self) -> None:
         """Close all files."""
-        with suppress(OSError):  # of a full disk, which was told when a line was written
+        with suppress(OSError):  # of a full disk, which `write` has reported
             self._file.close()
         with suppress(OSError):
             if self._board is not None:
@@ -55,35 +55,35 @@ class Log:
 
     def _tensorboard(self) -> Any:
         if self._board is None:
-            self._board = _make_board(self._path.parent / "tensorboard", self._since + 1)
+            self._board = _make_board(self._path.parent / "tensorboard", self._resume_step + 1)
         return self._board
 
     def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Write the file anew with some of its lines."""
+        """Rewrite the file with the lines whose rows are `wanted`."""
         lines = []
         for line in self._path.read_bytes().decode(errors="replace").split("\n"):
             row = parse_row(line)
             if row is None:
-                break  # the end, or half a line, the last one of a killed run
+                break  # the end, or an incomplete last line of a killed run
             if wanted(row):
                 lines.append(line)
         write_whole(self._path, "".join(f"{line}\n" for line in lines))
 
 
 class NoLog:
-    """Of a process that writes none."""
+    """Log of a process that writes none."""
 
     def write(self, kind: str, **row: Any) -> None:
-        """Let it be."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class _NoBoard:
-    """Where tensorboard is not installed."""
+    """Stand-in for a SummaryWriter where tensorboard is not installed."""
 
-    def add_scalar(self, *given: Any) -> None:
+    def add_scalar(self, *args: Any) -> None:
         pass
 
     def close(self) -> None:
@@ -95,13 +95,13 @@ def _make_board(folder: Path, purge_step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return _NoBoard()
-    # Later points of a run that was stopped are not shown.
+    # TensorBoard then hides the later points that a stopped run has left.
     writer: Any = SummaryWriter
     return writer(str(folder), purge_step=purge_step, flush_secs=10)
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Return a value for JSON, which has no NaN: None instead."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -1,4 +1,4 @@
-"""The training loop: any method over any model, seen while it runs, stopped and resumed exactly."""
+"""Training loop: any method and any model, with logs, exact stops and exact resumption."""
 
 import os
 import time
@@ -17,45 +17,45 @@ from redivider.pipeline.checkpoint.files import StateError, write_tensors
 from redivider.train.build import ROUNDING, build, num_microbatches, resolved
 from redivider.train.checkpoint import Checkpoints
 from redivider.train.clock import Clock
-from redivider.train.crew import said_once
+from redivider.train.crew import report_once
 from redivider.train.doubts import doubts
-from redivider.train.engine import Engine, PipelineEngine, Seen
-from redivider.train.errors import TrainError, need
+from redivider.train.engine import Engine, Metrics, PipelineEngine
+from redivider.train.errors import TrainError, check_installed
 from redivider.train.folder import claim, locked, write_whole, writing
 from redivider.train.log import Log, NoLog
-from redivider.train.machine import device_name, peak_memory, using_threads, within_memory
+from redivider.train.machine import device_name, peak_memory, report_out_of_memory, using_threads
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
 from redivider.train.runs import LOG, RECIPE, read_run
-from redivider.train.stop import Stop, stopping
+from redivider.train.stop import Stop, catch_signals
 from redivider.train.task import Score
 from redivider.train.torchrun import is_restart, run_id
 
 CHECKPOINTS = "checkpoints"
-RUN_ID = ".torchrun"  # whose attempts go on in a folder
+RUN_ID = ".torchrun"  # file with the id of the torchrun job that trains in a folder
 NUM_TRACED = 4  # ticks on the timeline of a report
 
 
 class Stopped(Exception):
-    """Somebody has asked the run to stop, and it is saved."""
+    """Run that was stopped by a signal, and can be resumed from its folder."""
 
     is_agreed = True
-    """All processes have it: none of them has failed."""
+    """Raised by all processes alike: none of them has failed."""
 
-    def __init__(self, what: str, folder: Path) -> None:
-        super().__init__(what)
+    def __init__(self, reason: str, folder: Path) -> None:
+        super().__init__(reason)
         self.folder = folder
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run ends with."""
+    """Result of a run that has ended."""
 
     folder: Path
     score: Score
     seconds: float
     is_last: bool = False
-    """Whether somebody asked it to stop when it had all but ended: no other run should follow."""
+    """Whether a signal came too late to stop the run: no other run should follow."""
 
 
 def train(
@@ -64,50 +64,52 @@ def train(
     """Train by a recipe.
 
     Args:
-        recipe: What to do.
-        folder: Where all that is to be kept goes: a new folder, or that of a run to go on with.
-        resume: Go on with that run.
-        numbered: Take a folder with a number instead, if this one is there already.
+        recipe: Recipe of the run.
+        folder: Folder for the log, checkpoints and weights: a new one, or that of a run to resume.
+        resume: Resume the run in the folder.
+        numbered: If the folder exists, use one with a number instead.
     """
-    need("safetensors", "numpy")
-    place = Path(folder)
+    check_installed("safetensors", "numpy")
+    path = Path(folder)
     if recipe.compare:
         raise TrainError(
             f"{recipe.name} compares {', '.join(recipe.compare)}: redivider.train.compare.compare "
             "trains by all of them, and dataclasses.replace(recipe, compare=()) by its own method"
         )
-    ended = _find_end(place) if resume else None
+    ended = _read_result(path) if resume else None
     if ended is not None:
         return ended
     recipe = resolved(recipe)
-    with within_memory(recipe, recipe.device):
+    with report_out_of_memory(recipe, recipe.device):
         engine = build(recipe)
     recipe, crew = engine.recipe, engine.crew
     with crew.guarding():
         if not resume and is_restart():
-            found = crew.decide(lambda: _find_begun(place, numbered))
-            place, resume = Path(found or place), bool(found)
-            ended = _find_end(place) if resume and (place / LOG).exists() else None
+            # torchrun restarts the command as it was: resume the run of its earlier attempt.
+            earlier = crew.decide(lambda: _find_attempt(path, numbered))
+            path, resume = Path(earlier or path), bool(earlier)
+            ended = _read_result(path) if resume and (path / LOG).exists() else None
             if ended is not None:
                 return ended
         if not resume:
-            place = Path(crew.decide(lambda: str(_begin(recipe, place, numbered))))
-        with stopping() as stop:
-            result = _train_in(place, recipe, engine, stop, resume)
-        return replace(result, is_last=crew.agrees(stop.is_asked))
+            path = Path(crew.decide(lambda: str(_make_folder(recipe, path, numbered))))
+        with catch_signals() as stop:
+            result = _train_in(path, recipe, engine, stop, resume)
+        return replace(result, is_last=crew.any(stop.is_requested))
 
 
-def _find_end(folder: Path) -> Result | None:
-    """What a run has ended with, if it has."""
-    is_begun = (folder / RECIPE).exists() and (folder / LOG).exists()  # killed between them
-    ended = read_run(folder).end if is_begun else []
-    if not ended:
+def _read_result(folder: Path) -> Result | None:
+    """Return the result of a run that has ended, or None."""
+    # A process that was killed before its first line has left a recipe without a log.
+    has_log = (folder / RECIPE).exists() and (folder / LOG).exists()
+    rows = read_run(folder).end if has_log else []
+    if not rows:
         return None
-    score = Score(_number(ended[-1]["loss"]), ended[-1]["accuracy"])
-    return Result(folder, score, ended[-1]["seconds"])
+    score = Score(_number(rows[-1]["loss"]), rows[-1]["accuracy"])
+    return Result(folder, score, rows[-1]["seconds"])
 
 
-def _begin(recipe: Recipe, folder: Path, numbered: bool) -> Path:
+def _make_folder(recipe: Recipe, folder: Path, numbered: bool) -> Path:
     folder = claim(folder, numbered=numbered)
     if run_id():
         write_whole(folder / RUN_ID, run_id())
@@ -116,15 +118,15 @@ def _begin(recipe: Recipe, folder: Path, numbered: bool) -> Path:
 
 
 def _train_in(folder: Path, recipe: Recipe, engine: Engine, stop: Stop, resume: bool) -> Result:
-    alone = locked(folder) if engine.crew.is_writer else nullcontext()
-    with alone, using_threads(recipe.threads):
+    lock = locked(folder) if engine.crew.is_writer else nullcontext()
+    with lock, using_threads(recipe.threads):
         try:
-            with within_memory(recipe, engine.device):
+            with report_out_of_memory(recipe, engine.device):
                 return Training(recipe, folder, engine, stop).train(resume)
         except KeyboardInterrupt:
             saved = any((folder / CHECKPOINTS).glob("*"))
-            what = "with what was last saved" if saved else "before anything was saved"
-            raise Stopped(f"interrupted, {what}", folder) from None
+            state = "with what was last saved" if saved else "before anything was saved"
+            raise Stopped(f"interrupted, {state}", folder) from None
         except DataError as error:
             raise TrainError(str(error)) from error
         except FloatingPointError as error:
@@ -133,24 +135,24 @@ def _train_in(folder: Path, recipe: Recipe, engine: Engine, stop: Stop, resume: 
             ) from error
 
 
-def _find_begun(folder: Path, numbered: bool) -> str:
-    """Where an earlier attempt of this torchrun has begun, if it has."""
+def _find_attempt(folder: Path, numbered: bool) -> str:
+    """Return the folder of an earlier attempt of this torchrun job, or an empty string."""
     others = folder.parent.glob(f"{folder.name}-*") if numbered else ()
-    for each in (folder, *others):
-        mark = each / RUN_ID
-        if mark.exists() and mark.read_text() == run_id() and (each / RECIPE).exists():
-            return str(each)
+    for path in (folder, *others):
+        mark = path / RUN_ID
+        if mark.exists() and mark.read_text() == run_id() and (path / RECIPE).exists():
+            return str(path)
     return ""
 
 
 class Training:
-    """A run in its folder, from beginning to end.
+    """Run in its folder, from start to end.
 
     Args:
-        recipe: What to do.
-        folder: Where to.
-        engine: What does it.
-        stop: Whether somebody wants it to stop.
+        recipe: Recipe of the run.
+        folder: Folder of the run.
+        engine: Engine that trains the model.
+        stop: Request to stop, which a signal may set at any time.
     """
 
     def __init__(self, recipe: Recipe, folder: Path, engine: Engine, stop: Stop) -> None:
@@ -158,19 +160,18 @@ class Training:
         self._crew = engine.crew
         self._checkpoints = Checkpoints(folder / CHECKPOINTS, self._crew.writers)
         self._clock = Clock(engine.device)
-        self._group = recipe.accumulate
-        # Lines and checkpoints come between updates.
-        self._every = ceil(recipe.log_every / self._group) * self._group
+        # Lines and checkpoints come between updates: round up to whole updates.
+        self._log_every = ceil(recipe.log_every / recipe.accumulate) * recipe.accumulate
         self._per_epoch = len(engine.task.train) // recipe.replicas
         self._total = num_microbatches(recipe, self._per_epoch)
         self._step = 0
-        self._seen: list[Seen] = []
+        self._metrics: list[Metrics] = []  # since the last line of the log
 
     def train(self, resume: bool) -> Result:
-        """Do all of it, or what is left of it."""
+        """Train from the start, or resume from the last checkpoint."""
         seconds = self._restore() if resume else None
-        is_writer, since = self._crew.is_writer, None if seconds is None else self._step
-        self._log = Log(self._folder, since=since) if is_writer else NoLog()
+        is_writer, resume_step = self._crew.is_writer, None if seconds is None else self._step
+        self._log = Log(self._folder, resume_step=resume_step) if is_writer else NoLog()
         self._bar = Progress(
             f"{self._recipe.name}, {self._recipe.method}",
             self._step,
@@ -179,9 +180,10 @@ class Training:
             is_quiet=not is_writer,
         )
         try:
+            # Only the writer has the log, and all processes must take the same branches.
             run = read_run(self._folder) if is_writer else None
-            self._is_known = self._crew.agrees(run is not None and bool(run.memory))
-            self._is_traced = self._crew.agrees(run is not None and bool(run.timeline))
+            self._has_memory = self._crew.any(run is not None and bool(run.memory))
+            self._has_timeline = self._crew.any(run is not None and bool(run.timeline))
             if not self._step:
                 self._describe()
             self._clock.start(seconds or 0.0)
@@ -193,40 +195,43 @@ class Training:
 
     def _run(self) -> None:
         batches = self._engine.batches(self._step)
-        saved = time.monotonic()
-        self._mark = self._step, self._clock.seconds
+        saved_at = time.monotonic()
+        self._last_line = self._step, self._clock.seconds
         while self._step < self._total:
-            self._seen += self._engine.step(*next(batches))
+            self._metrics += self._engine.step(*next(batches))
             self._step += 1
             self._bar.advance()
-            if self._step % self._group or self._step == self._total:
+            if self._step % self._recipe.accumulate or self._step == self._total:
                 continue
-            is_line = self._step % self._every == 0
-            is_epoch = self._is_epoch()
-            stops = self._crew.stops(self._stop.is_asked, self._step)
-            if not (is_line or is_epoch or stops or not self._is_known):
+            logs = self._step % self._log_every == 0
+            evaluates = self._is_evaluation_due()
+            stops = self._crew.should_stop(self._stop.is_requested, self._step)
+            if not (logs or evaluates or stops or not self._has_memory):
                 continue
-            with self._clock.stopped():
-                if is_line:
+            with self._clock.paused():
+                if logs:
                     self._write_line()
-                self._look_inside()
-                if is_epoch:
+                self._write_diagnostics()
+                if evaluates:
                     self._write_score(self._engine.evaluate())
                 if stops:
-                    self._leave()
-                if is_line and self._crew.agrees(
-                    time.monotonic() - saved >= 60 * self._recipe.save_minutes
+                    self._save_and_stop()
+                if logs and self._crew.any(
+                    time.monotonic() - saved_at >= 60 * self._recipe.save_minutes
                 ):
                     self._save(optional=True)
-                    saved = time.monotonic()
-        self._seen += self._engine.finish()
+                    saved_at = time.monotonic()
+        self._metrics += self._engine.finish()
 
     def _end(self) -> Result:
-        """Save before anything else: what follows can be done again."""
-        with self._clock.stopped():
-            if self._crew.agrees(bool(self._seen)):
+        """Save, evaluate, and write the weights and the last lines.
+
+        The checkpoint comes first: a resumed run can repeat all that follows.
+        """
+        with self._clock.paused():
+            if self._crew.any(bool(self._metrics)):
                 self._write_line()
-            self._look_inside()
+            self._write_diagnostics()
             self._save()
             score = self._engine.evaluate()
             self._write_weights()
@@ -235,35 +240,38 @@ class Training:
             self._log.write("end", step=self._step, seconds=seconds, **asdict(score))
         return Result(self._folder, score, seconds)
 
-    def _leave(self) -> None:
-        if not all(bool(each.loss.isfinite()) for each in self._seen):
+    def _save_and_stop(self) -> None:
+        if not all(bool(metrics.loss.isfinite()) for metrics in self._metrics):
             raise FloatingPointError("the loss is not a number; nothing was saved after that")
         self._write_quality()
         self._save()
         raise Stopped(f"stopped after {self._step} micro-batches and saved", self._folder)
 
-    def _is_epoch(self) -> bool:
-        """Whether an evaluation became due with the last update."""
-        per = self._recipe.evaluate_every * self._per_epoch
-        now, before = self._step / per, (self._step - self._group) / per
+    def _is_evaluation_due(self) -> bool:
+        """Return whether an evaluation became due with the last update."""
+        interval = self._recipe.evaluate_every * self._per_epoch
+        now, before = self._step / interval, (self._step - self._recipe.accumulate) / interval
         return floor(now + ROUNDING) > floor(before + ROUNDING)
 
-    def _read(self) -> tuple[float, float | None]:
-        """Means over what was seen since the last line; the device is waited for here."""
-        if not self._seen:
-            return nan, None  # the pipeline fills
-        loss = float(torch.stack([each.loss for each in self._seen]).double().mean())
+    def _take_means(self) -> tuple[float, float | None]:
+        """Return mean loss and accuracy since the last line, and reset them.
+
+        This waits for the device.
+        """
+        if not self._metrics:
+            return nan, None  # the pipeline is filling
+        loss = float(torch.stack([metrics.loss for metrics in self._metrics]).double().mean())
         if not isfinite(loss):
             raise FloatingPointError(f"the loss is not a number before micro-batch {self._step}")
-        correct = [each.correct for each in self._seen if each.correct is not None]
+        correct = [metrics.correct for metrics in self._metrics if metrics.correct is not None]
         num = len(correct) * self._recipe.microbatch
-        self._seen = []
+        self._metrics = []
         return loss, float(torch.stack(correct).sum()) / num if num else None
 
     def _write_line(self) -> None:
-        loss, accuracy = map(self._crew.mean, self._read())
+        loss, accuracy = map(self._crew.mean, self._take_means())
         updates, seconds = self._engine.num_updates, self._clock.seconds
-        num = (self._step - self._mark[0]) * self._recipe.microbatch * self._recipe.replicas
+        num = (self._step - self._last_line[0]) * self._recipe.microbatch * self._recipe.replicas
         row = {
             "step": self._step,
             "update": updates,
@@ -271,19 +279,19 @@ class Training:
             "loss": loss,
             "accuracy": accuracy,
             "lr": self._recipe.lr * self._engine.schedule(max(0, updates - 1)),
-            "samples_per_second": num / max(seconds - self._mark[1], 1e-9),
+            "samples_per_second": num / max(seconds - self._last_line[1], 1e-9),
             "seconds": seconds,
             "memory": peak_memory(self._engine.device),
         }
-        self._mark = self._step, seconds
+        self._last_line = self._step, seconds
         self._log.write("train", **row)
         self._bar.show(row)
         self._write_quality()
 
     def _write_quality(self) -> None:
         if isinstance(self._engine, PipelineEngine) and self._engine.probe is not None:
-            for each in self._engine.probe.take():
-                self._log.write("quality", step=self._step, **asdict(each))
+            for sample in self._engine.probe.take():
+                self._log.write("quality", step=self._step, **asdict(sample))
 
     def _write_score(self, score: Score) -> None:
         epoch, seconds = self._step / self._per_epoch, self._clock.seconds
@@ -293,9 +301,9 @@ class Training:
         self._bar.tell(f"epoch {epoch:.4g}, {seconds:.0f} s: test loss {score.loss:.3f}{accuracy}")
 
     def _describe(self) -> None:
-        """Say what is trained."""
+        """Log and print the model, data and device, and print warnings about the recipe."""
         engine = self._engine
-        num = sum(each.numel() for each in engine.task.model.parameters())
+        num = sum(param.numel() for param in engine.task.model.parameters())
         cut = engine.pipe.cut if isinstance(engine, PipelineEngine) else None
         self._log.write(
             "start",
@@ -312,41 +320,51 @@ class Training:
             f"{self._total} micro-batches of {self._recipe.microbatch}, on {engine.device}; "
             f"{self._folder}"
         )
-        reverses = any(isinstance(each, Coupling) for each in engine.task.body.units())
-        for each in doubts(self._recipe, self._per_epoch, len(cut) if cut else 1, reverses):
-            self._bar.tell(f"warning: {each}")
+        reverses = any(isinstance(unit, Coupling) for unit in engine.task.body.units())
+        num_stages = len(cut) if cut else 1
+        for warning in doubts(self._recipe, self._per_epoch, num_stages, reverses):
+            self._bar.tell(f"warning: {warning}")
 
-    def _look_inside(self) -> None:
-        """Write down, once, what is held for the backward and how the ticks of a pipeline go."""
+    def _write_diagnostics(self) -> None:
+        """Log, once per run, the memory held for the backward and the timeline of a pipeline."""
         engine = self._engine
-        held = None if self._is_known else engine.holdings()
+        held = None if self._has_memory else engine.holdings()
         if held is not None:
             stages = [
                 {"stage": h.stage, "activations": h.activations + h.messages, "weights": h.weights}
                 for h in held
             ]
             self._log.write("memory", step=self._step, stages=stages)
-            self._is_known = True
-        if not isinstance(engine, PipelineEngine) or self._is_traced or not self._is_known:
+            self._has_memory = True
+        if not isinstance(engine, PipelineEngine) or self._has_timeline or not self._has_memory:
             return
+        # The first call requests the trace; a later one finds it.
         if engine.spans:
-            found = engine.all_spans
-            start = min(began for began, _ in found.values())
-            spans = [[*each, a - start, b - start] for each, (a, b) in found.items()]
+            by_action = engine.all_spans
+            origin = min(start for start, _ in by_action.values())
+            spans = [
+                [*action, start - origin, end - origin]
+                for action, (start, end) in by_action.items()
+            ]
             self._log.write("timeline", step=self._step, spans=spans)
-            self._is_traced = True
+            self._has_timeline = True
         else:
             engine.trace(NUM_TRACED)
 
     def _save(self, *, optional: bool = False) -> None:
-        """Write a checkpoint, but for weights that nobody could go on with."""
-        weights = [each for each in self._engine.task.model.parameters() if not each.is_meta]
-        if not all(bool(each.detach().isfinite().all()) for each in weights):
+        """Write a checkpoint; refuse weights that are not finite.
+
+        Args:
+            optional: Only warn if it cannot be written.
+        """
+        # Parameters of other processes' stages are on the meta device.
+        params = [param for param in self._engine.task.model.parameters() if not param.is_meta]
+        if not all(bool(param.detach().isfinite().all()) for param in params):
             raise FloatingPointError(f"weights are not finite after micro-batch {self._step}")
         state: dict[str, Any] = {"engine": self._engine.state_dict()}
         if self._crew.sees_losses:
-            seen = [[each.loss, each.correct] for each in self._seen]
-            state["seen"] = {self._crew.column: seen}
+            pairs = [[metrics.loss, metrics.correct] for metrics in self._metrics]
+            state["seen"] = {self._crew.column: pairs}
         if self._crew.is_writer:
             state |= {"step": self._step, "seconds": self._clock.seconds}
         try:
@@ -357,30 +375,30 @@ class Training:
             self._bar.tell(f"warning: {error}")
 
     def _restore(self) -> float | None:
-        """Go on from the last checkpoint; the seconds of training until then, if there is one."""
-        found = self._checkpoints.load(self._wants)
-        if found is None:
-            return None  # killed before the first one: from the beginning
-        state: dict[str, Any] = found
+        """Load the last checkpoint and return its seconds of training, or None without one."""
+        state = self._checkpoints.load(self._wants)
+        if state is None:
+            return None  # killed before the first checkpoint: start anew
         try:
             self._engine.load_state_dict(state["engine"])
         except StateError as error:
-            raise said_once(TrainError(f"the checkpoint does not fit: {error}")) from error
+            raise report_once(TrainError(f"the checkpoint does not fit: {error}")) from error
         self._step = state["step"]
         device = self._engine.device
-        self._seen = [
-            Seen(loss.to(device), None if right is None else right.to(device))
-            for loss, right in state["seen"][self._crew.column]
+        self._metrics = [
+            Metrics(loss.to(device), None if correct is None else correct.to(device))
+            for loss, correct in state["seen"][self._crew.column]
             if self._crew.sees_losses
         ]
         return float(state["seconds"])
 
     def _wants(self, path: tuple[Any, ...]) -> bool:
-        """Whether a part of a checkpoint is of use to this process."""
+        """Return whether this process needs the part of a checkpoint under these keys."""
         return path[0] != "engine" or len(path) == 1 or self._engine.wants(path[1:])
 
     def _write_weights(self) -> None:
-        """The trained weights under the names of the model, for anyone to load."""
+        """Write the trained weights as safetensors, under the names of the model."""
+        # All processes take part in collecting the weights, and one writes them.
         new, weights = self._folder / ".model.safetensors.new", self._engine.weights()
         if self._crew.is_writer:
             with writing(self._folder):
@@ -389,5 +407,5 @@ class Training:
 
 
 def _number(value: float | None) -> float:
-    """JSON has no NaN."""
+    """Return NaN for None: JSON has no NaN."""
     return nan if value is None else value

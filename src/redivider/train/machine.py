@@ -1,4 +1,4 @@
-"""The machine that a run is on."""
+"""Device, threads and memory of the machine that a run uses."""
 
 import re
 import resource
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from redivider.auto import is_short_of_memory
+from redivider.backward.auto import is_short_of_memory
 from redivider.errors import PipelineError
 from redivider.train.errors import TrainError
 from redivider.train.recipe import Recipe
@@ -16,7 +16,7 @@ from redivider.train.recipe import Recipe
 
 @contextmanager
 def using_threads(num: int) -> Iterator[None]:
-    """Run by so many threads of the CPU; 0 is as many as before."""
+    """Use `num` CPU threads; 0 leaves their number as it is."""
     before = torch.get_num_threads()
     torch.set_num_threads(num or before)
     try:
@@ -26,33 +26,33 @@ def using_threads(num: int) -> Iterator[None]:
 
 
 @contextmanager
-def within_memory(recipe: Recipe, device: str | torch.device) -> Iterator[None]:
-    """Say in a line that memory is full, where, and what takes less."""
+def report_out_of_memory(recipe: Recipe, device: str | torch.device) -> Iterator[None]:
+    """Turn an out-of-memory error into one line: where it happened, and what takes less memory."""
     try:
         yield
-    except PipelineError:  # which quotes what another process has said
+    except PipelineError:  # it quotes another process, whose error may be out of memory
         raise
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, RuntimeError) and not is_short_of_memory(error):
             raise
-        asked = re.search(r"allocate ([\d.]+) (\w+)", str(error))
-        much = f" for {_amount(*asked.groups())}" if asked else ""
-        where = "".join(f", {each}" for each in getattr(error, "__notes__", ()))
+        request = re.search(r"allocate ([\d.]+) (\w+)", str(error))
+        amount = f" for {_format_bytes(*request.groups())}" if request else ""
+        where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
         less = "a run with a smaller --microbatch and a larger --accumulate, or of a smaller model,"
         if recipe.method == "store" and recipe.model.startswith("rev"):
             less = f"--method reverse keeps less; {less}"
         raise TrainError(
-            f"no memory is left on {device}{much}{where}; {less} takes less"
+            f"no memory is left on {device}{amount}{where}; {less} takes less"
         ) from error
 
 
-def _amount(number: str, unit: str) -> str:
-    """As people say it: torch's allocator of the CPU has bytes."""
+def _format_bytes(number: str, unit: str) -> str:
+    """Format an amount of memory; torch's CPU allocator reports bytes, its GPU allocator MiB."""
     return f"{float(number) / 2**20:,.0f} MiB" if unit == "bytes" else f"{number} {unit}"
 
 
 def resolve_device(name: str) -> torch.device:
-    """A device that is there."""
+    """Return the device of a name; raise if this machine does not have it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -68,13 +68,13 @@ def resolve_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What a person calls it."""
+    """Return the product name of a GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at the peak: of the GPU's allocator, or of this process."""
+    """Return the peak memory in bytes: of the GPU's allocator, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,4 @@
-"""Optimizers as recipes ask for them."""
+"""Optimizers of recipes."""
 
 from collections.abc import Iterable
 
@@ -11,14 +11,14 @@ from redivider.train.recipe import Recipe
 def make_optimizer(
     recipe: Recipe, parameters: Iterable[nn.Parameter], *, fused: bool | None = None
 ) -> torch.optim.Optimizer:
-    """An optimizer with two groups: weights that decay; norms and biases, which do not."""
-    trained = [each for each in parameters if each.requires_grad]
-    decayed = [each for each in trained if each.dim() > 1]
-    others = [each for each in trained if each.dim() <= 1]
+    """Make an optimizer with two groups: weights, which decay; norms and biases, which do not."""
+    trained = [param for param in parameters if param.requires_grad]
+    decayed = [param for param in trained if param.dim() > 1]
+    others = [param for param in trained if param.dim() <= 1]
     groups = [
-        {"params": some, "weight_decay": decay}
-        for some, decay in ((decayed, recipe.weight_decay), (others, 0.0))
-        if some
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((decayed, recipe.weight_decay), (others, 0.0))
+        if params
     ]
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, fused=fused)

@@ -1,8 +1,8 @@
 """Plots as inline SVG: lines, bars, ranges over stages, and ticks.
 
-Nothing that a user has written enters a picture, so names need neither fonts nor escapes here: the
-page says in words what a colour means. Pictures have no background, and their ink is the page's, so
-that they follow its light or dark mode.
+No text of a user enters a plot, so that names need neither fonts nor escapes here: the page has the
+legend. Plots have no background and use the text colour of the page, so that they follow its light
+or dark mode.
 """
 
 import re
@@ -21,7 +21,7 @@ from redivider.errors import require
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Each has a contrast of at least 3 to white and to the page's dark.
+# Each has a contrast of at least 3 to the white and to the dark background of the page.
 COLOURS = (
     "#2f80cf",
     "#d5682b",
@@ -33,8 +33,8 @@ COLOURS = (
     "#96795c",
 )
 DASHES = ("solid", "dashed", "dotted")
-WIDEST = 400
-"""Points in a line; more are averaged, for a page that opens at once."""
+MAX_POINTS = 400
+"""Points per line; more are averaged, so that the page stays small."""
 _INK = "#0a0b0c"
 _SETTINGS: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -47,14 +47,14 @@ _SETTINGS: dict[str, Any] = {
     "grid.alpha": 0.15,
     "grid.color": _INK,
     "lines.linewidth": 1.5,
-    **{f"{each}.color": _INK for each in ("text", "xtick", "ytick")},
-    **{f"axes.{each}": _INK for each in ("edgecolor", "labelcolor")},
+    **{f"{part}.color": _INK for part in ("text", "xtick", "ytick")},
+    **{f"axes.{part}": _INK for part in ("edgecolor", "labelcolor")},
 }
 
 
 @dataclass(frozen=True)
 class Series:
-    """What one run has to show; the number of the run is its colour."""
+    """Points of one run, with optional ranges; the index of the run sets the colour."""
 
     run: int
     x: list[float]
@@ -74,99 +74,103 @@ class Span:
     end: float
 
 
-def look(run: int) -> tuple[str, str]:
-    """Colour and dash of a run."""
+def line_style(run: int) -> tuple[str, str]:
+    """Return the colour and dash of a run."""
     return COLOURS[run % len(COLOURS)], DASHES[run // len(COLOURS) % len(DASHES)]
 
 
 def lines(series: Sequence[Series], xlabel: str, ylabel: str, *, is_loss: bool = False) -> str:
-    """Draw a line for each run; a loss that falls far has a logarithmic axis."""
+    """Draw a line per run; a loss that falls far gets a logarithmic axis."""
 
     def paint(axis: "Axes") -> None:
-        for each in series:
-            colour, dash = look(each.run)
-            x, y = thin(each.x, each.y)
+        for line in series:
+            colour, dash = line_style(line.run)
+            x, y = thin(line.x, line.y)
             marker = "o" if len(x) <= 30 else ""
             axis.plot(x, y, color=colour, linestyle=dash, marker=marker, markersize=3)
-        found = [y for each in series for y in each.y if isfinite(y)]
-        if is_loss and 0 < 30 * min(found) < max(found):
+        values = [y for line in series for y in line.y if isfinite(y)]
+        if is_loss and 0 < 30 * min(values) < max(values):
             axis.set_yscale("log")
-        _name(axis, xlabel, ylabel)
+        _set_labels(axis, xlabel, ylabel)
 
     return _draw((5.0, 3.0), paint)
 
 
 def bars(series: Sequence[Series], ylabel: str) -> str:
-    """Draw a group of bars for each stage, or outlines where there would be too many."""
-    stages = max(len(each.x) for each in series)
+    """Draw a group of bars per stage, or outlines where there would be too many bars."""
+    stages = max(len(bar.x) for bar in series)
 
     def paint(axis: "Axes") -> None:
         width = 0.8 / len(series)
-        for place, each in enumerate(series):
-            colour, dash = look(each.run)
+        for position, bar in enumerate(series):
+            colour, dash = line_style(bar.run)
             if stages * len(series) > 60:
-                edges = [x - 0.5 for x in [*each.x, each.x[-1] + 1]]
-                axis.stairs(each.y, edges, color=colour, linestyle=dash, linewidth=1.5)
+                edges = [x - 0.5 for x in [*bar.x, bar.x[-1] + 1]]
+                axis.stairs(bar.y, edges, color=colour, linestyle=dash, linewidth=1.5)
             else:
-                middle = [x - 0.4 + (place + 0.5) * width for x in each.x]
-                axis.bar(middle, each.y, width * 0.92, color=colour)
+                middle = [x - 0.4 + (position + 0.5) * width for x in bar.x]
+                axis.bar(middle, bar.y, width * 0.92, color=colour)
         axis.set_ylim(bottom=0)
-        _name(axis, "stage", ylabel)
+        _set_labels(axis, "stage", ylabel)
         _number_stages(axis, stages)
 
     return _draw((5.0, 3.0), paint)
 
 
 def ranges(series: Sequence[Series], ylabel: str, *, is_error: bool = False) -> str:
-    """Draw means over stages and, shaded, from the least to the most; errors by orders."""
+    """Draw means by stage, with the range from minimum to maximum shaded.
+
+    Errors get a logarithmic axis.
+    """
 
     def paint(axis: "Axes") -> None:
-        for each in series:
-            colour, dash = look(each.run)
-            axis.fill_between(each.x, each.low, each.high, color=colour, alpha=0.15, linewidth=0)
-            if len(each.x) == 1:  # which has no width to shade
-                axis.vlines(each.x, each.low, each.high, color=colour, alpha=0.6)
-            axis.plot(each.x, each.y, color=colour, linestyle=dash, marker="o", markersize=3)
-        positive = [y for each in series for y in (*each.low, *each.y) if y > 0]
+        for line in series:
+            colour, dash = line_style(line.run)
+            axis.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+            if len(line.x) == 1:  # a single stage has no width to shade
+                axis.vlines(line.x, line.low, line.high, color=colour, alpha=0.6)
+            axis.plot(line.x, line.y, color=colour, linestyle=dash, marker="o", markersize=3)
+        positive = [y for line in series for y in (*line.low, *line.y) if y > 0]
         if is_error and positive:
-            # Linear below the least of them: an exact stage has an error of zero.
+            # Linear below the smallest error: a stage that is exact has an error of zero.
             axis.set_yscale("symlog", linthresh=10.0 ** floor(log10(min(positive))))
             axis.set_ylim(bottom=0)
-        _name(axis, "stage", ylabel)
-        _number_stages(axis, 1 + int(max(x for each in series for x in each.x)))
+        _set_labels(axis, "stage", ylabel)
+        _number_stages(axis, 1 + int(max(x for line in series for x in line.x)))
 
     return _draw((5.0, 3.0), paint)
 
 
-def ticks(spans: Sequence[Span], most: int = 12) -> str:
+def ticks(spans: Sequence[Span], max_ticks: int = 12) -> str:
     """Draw stages down and time across: forwards pale, backwards strong."""
-    stages = 1 + max(each.stage for each in spans)
-    # In one process stages take turns, so that many stages have room for fewer ticks.
-    spans = first_ticks(spans, max(2, min(most, 120 // (2 * stages))))
-    begin, end = min(each.start for each in spans), max(each.end for each in spans)
+    stages = 1 + max(span.stage for span in spans)
+    # In one process the stages take turns: with many stages a tick is wide, and fewer fit.
+    spans = first_ticks(spans, max(2, min(max_ticks, 120 // (2 * stages))))
+    begin, end = min(span.start for span in spans), max(span.end for span in spans)
     scale, unit = (1e3, "ms") if end - begin < 1 else (1.0, "s")
     wide, high = 12.0, min(0.7 + 0.42 * stages, 14.0)
 
     def paint(axis: "Axes") -> None:
-        for each in spans:
-            x, width = scale * (each.start - begin), scale * (each.end - each.start)
+        for span in spans:
+            x, width = scale * (span.start - begin), scale * (span.end - span.start)
             axis.barh(
-                each.stage,
+                span.stage,
                 width,
                 0.84,
                 left=x,
-                color=_tint(each),
+                color=_tint(span),
                 edgecolor="white",
                 linewidth=0.3,
             )
-            points = 72 * (wide - 0.8) * (each.end - each.start) / ((end - begin) or 1)
-            text = f"{each.kind}{each.microbatch}"
+            # Label the box if the text fits, across or upright; sizes are in points, 72 per inch.
+            points = 72 * (wide - 0.8) * (span.end - span.start) / ((end - begin) or 1)
+            text = f"{span.kind}{span.microbatch}"
             upright = points < 5.5 * len(text)
             if points >= 7 and 72 * (high - 0.7) / stages > (4.5 * len(text) if upright else 9):
-                place = (x + width / 2, each.stage)
+                centre = (x + width / 2, span.stage)
                 axis.annotate(
                     text,
-                    place,
+                    centre,
                     ha="center",
                     va="center",
                     fontsize=7,
@@ -177,31 +181,31 @@ def ticks(spans: Sequence[Span], most: int = 12) -> str:
         axis.set_xlim(0, scale * (end - begin) or 1)
         axis.set_yticks(range(0, stages, ceil(stages / 24)))
         axis.grid(axis="y", visible=False)
-        _name(axis, unit, "stage")
+        _set_labels(axis, unit, "stage")
 
     return _draw((wide, high), paint)
 
 
-def first_ticks(spans: Sequence[Span], most: int) -> list[Span]:
-    """What begins before some stage goes forward, or backward, once more than `most` times."""
+def first_ticks(spans: Sequence[Span], num_ticks: int) -> list[Span]:
+    """Return the spans until any stage has run `num_ticks` forwards, or as many backwards."""
     starts: dict[tuple[str, int], list[float]] = {}
-    for each in sorted(spans, key=lambda each: each.start):
-        starts.setdefault((each.kind, each.stage), []).append(each.start)
-    stop = min(lane[most] if len(lane) > most else inf for lane in starts.values())
-    return [each for each in spans if each.start < stop]
+    for span in sorted(spans, key=lambda span: span.start):
+        starts.setdefault((span.kind, span.stage), []).append(span.start)
+    stop = min(times[num_ticks] if len(times) > num_ticks else inf for times in starts.values())
+    return [span for span in spans if span.start < stop]
 
 
 def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Average neighbours until `WIDEST` points are left; NaN counts where there is nothing else."""
-    num = min(len(x), WIDEST)
+    """Average neighbours until `MAX_POINTS` are left; a mean skips NaN if it has other points."""
+    num = min(len(x), MAX_POINTS)
     edges = [i * len(x) // num for i in range(num + 1)]
-    finite = [[each for each in y[i:j] if isfinite(each)] for i, j in pairwise(edges)]
-    means = [fmean(each) if each else nan for each in finite]
+    finite = [[value for value in y[i:j] if isfinite(value)] for i, j in pairwise(edges)]
+    means = [fmean(values) if values else nan for values in finite]
     return [fmean(x[i:j]) for i, j in pairwise(edges)], means
 
 
 def inline(svg: str, number: int, label: str) -> str:
-    """Make an SVG part of a page: with ids of its own there, and words for those who cannot see."""
+    """Prepare an SVG for a page: make its ids unique, and add a label for screen readers."""
     svg = re.sub(r'\bid="', f'id="plot{number}-', svg)
     svg = re.sub(r'(url\(|href=")#', rf"\1#plot{number}-", svg)
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
@@ -212,7 +216,7 @@ def _draw(size: tuple[float, float], paint: Callable[["Axes"], None]) -> str:
     figures = require("matplotlib.figure", "a report")
     text = StringIO()
     with matplotlib.rc_context(_SETTINGS):
-        # Not pyplot's, so that nobody must close it.
+        # Not a figure of pyplot, which would have to be closed.
         figure = figures.Figure(size, layout="constrained")
         paint(figure.subplots())
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
@@ -220,25 +224,25 @@ def _draw(size: tuple[float, float], paint: Callable[["Axes"], None]) -> str:
 
 
 def _tidy(svg: str) -> str:
-    """Leave what a page needs: no document type, name spaces, metadata, or rules for all of it."""
+    """Remove the document type, name spaces, metadata and style rules, for use in a page."""
     box = re.search(r'viewBox="[^"]*"', svg)
     assert box is not None
     body = svg[svg.index(">", svg.index("<svg")) + 1 :].strip()
-    for what in ("metadata", "style"):
-        body = re.sub(rf"<{what}\b.*?</{what}>\s*", "", body, flags=re.DOTALL)
+    for tag in ("metadata", "style"):
+        body = re.sub(rf"<{tag}\b.*?</{tag}>\s*", "", body, flags=re.DOTALL)
     body = re.sub(r"<!--.*?-->\s*|<defs>\s*</defs>\s*", "", body, flags=re.DOTALL)
     body = body.replace("xlink:href", "href").replace(_INK, "currentColor")
     return f"<svg {box[0]}>{body}"
 
 
-def _name(axis: "Axes", xlabel: str, ylabel: str) -> None:
+def _set_labels(axis: "Axes", xlabel: str, ylabel: str) -> None:
     axis.set(xlabel=xlabel, ylabel=ylabel)
-    axis.xaxis.set_major_formatter(_short)
+    axis.xaxis.set_major_formatter(_abbreviate)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def _short(value: float, _: float | None = None) -> str:
-    """10000 as 10k."""
+def _abbreviate(value: float, _: float | None = None) -> str:
+    """Format a number with a suffix: 10000 as 10k."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= max(size, 1e4):
             return f"{value / size:g}{letter}"
@@ -252,6 +256,6 @@ def _number_stages(axis: "Axes", stages: int) -> None:
 
 
 def _tint(span: Span) -> tuple[float, float, float]:
-    # Steps of the golden ratio keep neighbours apart, however many there are.
+    # Steps of the golden ratio give neighbours distinct hues, for any number of micro-batches.
     hue = span.microbatch * 0.618034 % 1
     return hls_to_rgb(hue, 0.86 if span.kind == "F" else 0.68, 0.65)

@@ -1,17 +1,17 @@
-"""What is seen of a run on the terminal."""
+"""Progress of a run on the terminal."""
 
 import os
 import sys
 from typing import Any
 
-from redivider.train.errors import need
+from redivider.train.errors import check_installed
 
-need("tqdm")
+check_installed("tqdm")
 from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: E402
 
 
 def tell(name: str, text: str) -> None:
-    """Print a line about a run; training goes on when nobody reads it."""
+    """Print a line about a run; training continues if the reader has closed the pipe."""
     try:
         print(f"{name}: {text}", flush=True)
     except BrokenPipeError:
@@ -19,7 +19,7 @@ def tell(name: str, text: str) -> None:
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere a line for each evaluation."""
+    """Progress bar on a terminal; elsewhere a line for each evaluation."""
 
     def __init__(
         self, name: str, done: int, total: int, microbatch: int, *, is_quiet: bool = False
@@ -37,29 +37,29 @@ class Progress:
             mininterval=0.2,
             dynamic_ncols=True,
         )
-        self._shown: dict[str, str] = {}
+        self._postfix: dict[str, str] = {}
 
     def advance(self) -> None:
-        """A micro-batch more."""
+        """Count one more micro-batch."""
         self._bar.update(self._microbatch)
 
     def show(self, row: dict[str, Any]) -> None:
-        """Show what the log has just been told."""
+        """Show the metrics of a log row beside the bar."""
         if "loss" in row:
-            self._shown["loss"] = f"{row['loss']:.3f}"
+            self._postfix["loss"] = f"{row['loss']:.3f}"
         if row.get("accuracy") is not None:
-            self._shown["accuracy"] = f"{row['accuracy']:.1%}"
+            self._postfix["accuracy"] = f"{row['accuracy']:.1%}"
         if "memory" in row:
-            self._shown["memory"] = f"{row['memory'] / 2**20:,.0f} MiB"
-        self._bar.set_postfix(self._shown, refresh=False)
+            self._postfix["memory"] = f"{row['memory'] / 2**20:,.0f} MiB"
+        self._bar.set_postfix(self._postfix, refresh=False)
 
     def tell(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line above the bar."""
         if self._is_quiet:
             return
         self._bar.clear()
         tell(self._name, text)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Close the bar."""
         self._bar.close()

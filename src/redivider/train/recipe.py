@@ -1,6 +1,6 @@
-"""A recipe: all that a run depends on, in one flat record that is saved beside it.
+"""Recipe: a flat record of everything that a run depends on, saved in its folder.
 
-Nothing here imports torch, so that recipes are listed at once.
+Nothing here imports torch, so that the command line lists recipes at once.
 """
 
 import json
@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from redivider.train.errors import TrainError, hint
+from redivider.errors import did_you_mean
+from redivider.train.errors import TrainError
 
 Backprop = Literal["store", "checkpoint", "reverse", "reverse-checkpoint", "overlap", "auto"]
 Decoupled = Literal[
@@ -18,137 +19,140 @@ Decoupled = Literal[
 ]
 Method = Literal[Backprop, Decoupled]
 COMPARED: tuple[Method, ...] = ("store", "checkpoint", "reverse", "petra")
-"""What a comparison is of, unless a recipe says otherwise."""
+"""Methods of a comparison, unless the recipe names its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is trained, how, and what is seen of it. An epoch may be a fraction."""
+    """Settings of a run: data, model, method, optimizer, machine and log.
+
+    Numbers of epochs may be fractions.
+    """
 
     name: str
-    """Of the recipe."""
+    """Name of the recipe, and of its run folder unless another one is set."""
     model: str
-    """As `redivider models` lists them."""
+    """Name of the model; `redivider models` lists them."""
     model_options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Of its family, beside those that the data set: depth 12 patch_size 4."""
+    """Options of the model, beside those that follow from the data: depth 12 patch_size 4."""
     depths: tuple[int, ...] = ()
-    """Blocks of each group or stage (ResNet, RevNet, Swin, MViT), unless those of its size."""
+    """Blocks per group or stage (ResNet, RevNet, Swin, MViT); by default those of the model."""
     data: str
-    """digits, cifar10, cifar100, imagenet32, imagenet or text."""
+    """Data set: digits, cifar10, cifar100, imagenet32, imagenet or text."""
     data_folder: str | None = None
-    """Where the files are; $REDIVIDER_DATA unless given."""
+    """Folder of the data files; $REDIVIDER_DATA by default."""
     context: int = 256
-    """Tokens in a window of text."""
+    """Tokens per window of text."""
     tokens: int | Literal["bytes"] = "bytes"
-    """Bytes, or the size of a vocabulary of byte pairs."""
+    """bytes, or the size of a byte-pair vocabulary."""
     method: Method = "reverse"
-    """How gradients are found: the first six by backprop, the others by a pipeline."""
+    """Method that computes gradients: the first six are backprop, the others pipelines."""
     stages: int | tuple[int, ...] | Literal["auto"] = "auto"
-    """Of a pipeline: how many, or their sizes; auto is one for each unit, or for each process."""
+    """Number of pipeline stages, or their sizes; auto is one per unit, or one per process."""
     replicas: int = 1
-    """Of a pipeline over processes; each has as many of them, and gradients are averaged."""
+    """Replicas of a pipeline, with equally many processes each; gradients are averaged."""
     message_dtype: Literal["bf16", "int8"] | None = None
-    """What numbers become between stages; int8 has a scale for each sample."""
+    """Dtype of messages between stages; int8 has a scale per sample."""
     timeout: float = 300.0
     """Seconds that a process waits for another one before the run ends."""
     latency: int = 1
-    """Ticks that a message travels between stages."""
+    """Ticks that a message takes between stages."""
     lookahead: Literal["momentum"] | None = None
-    """Forwards of a pipeline by predicted weights."""
+    """Run the forwards of a pipeline with predicted weights."""
     lr_by_delay: bool = False
-    """Divide the rate of a pipeline's stages by 1 + the updates that their gradients are late."""
+    """Divide the learning rate of each stage by 1 + the delay of its gradients in updates."""
     arithmetic: Literal["float", "fixed"] = "float"
-    """Fixed reverses to the last bit."""
+    """fixed (fixed-point) reverses bit for bit."""
     microbatch: int = 64
-    """Samples in a forward and backward."""
+    """Samples per forward and backward."""
     accumulate: int = 1
-    """Micro-batches in an update; their gradients are averaged."""
+    """Micro-batches per update; their gradients are averaged."""
     epochs: float = 1.0
     """Passes over the training data."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """SGD with Nesterov momentum, or AdamW."""
     lr: float = 0.1
-    """Learning rate, at its highest."""
+    """Peak learning rate."""
     momentum: float = 0.9
-    """Of SGD."""
+    """Momentum of SGD."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Of AdamW."""
+    """Betas of AdamW."""
     weight_decay: float = 0.0
-    """Of weights; norms and biases have none."""
+    """Weight decay; norms and biases have none."""
     warmup: float = 0.0
-    """Epochs in which the rate rises from zero."""
+    """Epochs in which the learning rate rises from zero."""
     schedule: Literal["constant", "step", "cosine"] = "constant"
-    """What the rate does after that; cosine ends at zero."""
+    """Learning rate after the warm-up; cosine ends at zero."""
     milestones: tuple[float, ...] = ()
-    """Epochs after which a step schedule divides the rate by ten."""
+    """Epochs after which the step schedule divides the learning rate by ten."""
     clip_norm: float | None = None
-    """The largest norm of a gradient; a pipeline's is per stage."""
+    """Largest gradient norm; a pipeline clips per stage."""
     label_smoothing: float = 0.0
-    """Of image labels."""
+    """Label smoothing of image classes."""
     device: str = "auto"
-    """auto is a GPU where there is one, else the CPU."""
+    """Device; auto is a GPU if there is one, else the CPU."""
     precision: Literal["float32", "bf16"] = "float32"
     """bf16 is autocast; weights and streams stay float32."""
     channels_last: bool = False
-    """Memory format of images, which convolutions on a GPU like."""
+    """Memory format of images that is fast for convolutions on a GPU."""
     compile: bool = False
-    """Let torch.compile fuse what units compute."""
+    """Compile the units with torch.compile."""
     capture: bool = True
-    """On a GPU, run steps as CUDA graphs where that can be."""
+    """On a GPU, run steps as CUDA graphs where possible."""
     threads: int = 0
-    """Of the CPU; numbers are the same to the last bit if these are. 0 leaves it to torch."""
+    """CPU threads; bit-identical results need the same number. 0 leaves it to torch."""
     seed: int = 0
-    """Of weights, order, augmentation and dropout."""
+    """Seed of weights, order, augmentation and dropout."""
     log_every: int = 100
-    """Micro-batches between two lines of the log."""
+    """Micro-batches between two log lines."""
     evaluate_every: float = 1.0
     """Epochs between two evaluations; there is always one at the end."""
     save_minutes: float = 5.0
-    """Between two checkpoints; 0 is one for each line of the log."""
+    """Minutes between two checkpoints; 0 saves one per log line."""
     probe_every: int = 0
     """Micro-batches between two samples of a pipeline's gradient quality; 0 is none."""
     compare: tuple[Method, ...] = ()
-    """Methods to train by one after the other, for one table; none is just the one above."""
+    """Methods to train by in turn, for one table; none trains by the method above alone."""
     compare_depths: tuple[int, ...] = ()
-    """Depths at which that table has the activation memory of the model."""
+    """Model depths for which that table shows the activation memory."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, list):  # as JSON has it
-                object.__setattr__(self, each.name, value := tuple(value))
-            if not _fits(value, hints[each.name]):
-                raise TrainError(f"{each.name} must be {_say(hints[each.name])}, got {value!r}")
-        for name, (least, most, is_open) in _RANGES.items():
+        for item in fields(self):
+            value, annotation = getattr(self, item.name), hints[item.name]
+            if isinstance(value, list):  # JSON has no tuples
+                object.__setattr__(self, item.name, value := tuple(value))
+            if not _has_type(value, annotation):
+                raise TrainError(f"{item.name} must be {_describe(annotation)}, got {value!r}")
+        for name, (low, high, is_open) in _RANGES.items():
             value = getattr(self, name)
-            for each in value if isinstance(value, tuple) else (value,):
-                if each is None or (least <= each <= most and not (is_open and each == least)):
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is None or (low <= number <= high and not (is_open and number == low)):
                     continue
-                said = f"above {least:g}" if is_open else f"{least:g} or more"
-                raise TrainError(f"{name} must be {said} and at most {most:g}, got {value!r}")
+                bound = f"above {low:g}" if is_open else f"{low:g} or more"
+                raise TrainError(f"{name} must be {bound} and at most {high:g}, got {value!r}")
         self._verify_words()
 
     def _verify_words(self) -> None:
         if not re.fullmatch(r"[\w+-][\w .+-]*", self.name):
             raise TrainError(f"name must be words, as of a folder, got {self.name!r}")
-        known = _NOT_OPTIONS if self.data == "imagenet" else {*_NOT_OPTIONS, "image_size"}
-        for name in sorted(known & self.model_options.keys()):
+        reserved = _NOT_OPTIONS if self.data == "imagenet" else {*_NOT_OPTIONS, "image_size"}
+        for name in sorted(reserved & self.model_options.keys()):
             raise TrainError(f"model_options may not have {name}: it follows from the other fields")
         if len(set(self.compare)) < len(self.compare):
             raise TrainError(f"compare names a method twice: {', '.join(self.compare)}")
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether gradients come from a pipeline."""
+        """Whether a pipeline computes the gradients."""
         return self.method in get_args(Decoupled)
 
     def to_json(self) -> str:
-        """The record as text."""
+        """Return the recipe as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
-# Least, most, and whether the least itself is too little.
+# Lower bound, upper bound, and whether the lower bound itself is excluded.
 _RANGES: dict[str, tuple[float, float, bool]] = {
     **dict.fromkeys(("microbatch", "accumulate", "log_every", "context"), (1, 10**9, False)),
     "compare_depths": (1, 10**6, False),
@@ -173,57 +177,59 @@ _NOT_OPTIONS = {
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe from the JSON of a run, or one written by hand."""
+    """Read a recipe from a JSON file, of a run or written by hand."""
     try:
-        given = json.loads(path.read_text())
+        values = json.loads(path.read_text())
     except OSError as error:
         raise TrainError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
         raise TrainError(f"{path} is not JSON ({error}); take recipe.json of a run") from None
-    if not isinstance(given, dict):
+    if not isinstance(values, dict):
         raise TrainError(f"{path} must hold an object of fields, as recipe.json of a run does")
-    known = [each.name for each in fields(Recipe)]
-    for name in given:
+    known = [item.name for item in fields(Recipe)]
+    for name in values:
         if name not in known:
             otherwise = f"it has {', '.join(known)}"
             raise TrainError(
-                f"{path}: a recipe has no field {name!r}; {hint(name, known, otherwise)}"
+                f"{path}: a recipe has no field {name!r}; {did_you_mean(name, known, otherwise)}"
             )
-    missing = [name for name in ("name", "model", "data") if name not in given]
+    missing = [name for name in ("name", "model", "data") if name not in values]
     if missing:
         raise TrainError(f"{path} says no {' and no '.join(missing)}")
     try:
-        return Recipe(**given)
+        return Recipe(**values)
     except TrainError as error:
         raise TrainError(f"{path}: {error}") from None
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a value has a type, as annotations of this record go."""
-    origin, arguments = get_origin(wanted), get_args(wanted)
+def _has_type(value: Any, annotation: Any) -> bool:
+    """Return whether a value has the type of an annotation; covers those of `Recipe`."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, each) for each in arguments)
+        return any(_has_type(value, argument) for argument in arguments)
     if origin is Literal:
         return value in arguments
     if origin is tuple:
-        is_long = arguments[1] is Ellipsis or len(value if isinstance(value, tuple) else ()) == 2
-        fits = isinstance(value, tuple) and all(_fits(each, arguments[0]) for each in value)
-        return fits and is_long
+        size = len(value if isinstance(value, tuple) else ())
+        has_size = arguments[1] is Ellipsis or size == 2
+        fits = isinstance(value, tuple) and all(_has_type(item, arguments[0]) for item in value)
+        return fits and has_size
     if origin is dict:
         return isinstance(value, dict) and all(
-            isinstance(key, str) and _fits(each, arguments[1]) for key, each in value.items()
+            isinstance(key, str) and _has_type(item, arguments[1]) for key, item in value.items()
         )
-    if wanted is float:
+    # A bool is an int in Python, but not in a recipe.
+    if annotation is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    if wanted is int:
+    if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, wanted)
+    return isinstance(value, annotation)
 
 
-def _say(hint: Any) -> str:
-    """An annotation for people."""
-    wanted = str(hint).replace("typing.", "")
-    if wanted.startswith("Literal["):
-        return "one of " + wanted[len("Literal[") : -1].replace("'", "")
-    plain = wanted.replace("<class '", "").replace("'>", "").replace("NoneType", "None")
+def _describe(annotation: Any) -> str:
+    """Return an annotation in words."""
+    text = str(annotation).replace("typing.", "")
+    if text.startswith("Literal["):
+        return "one of " + text[len("Literal[") : -1].replace("'", "")
+    plain = text.replace("<class '", "").replace("'>", "").replace("NoneType", "None")
     return plain.replace("Literal['", "'").replace("']", "'").replace(" | ", " or ")

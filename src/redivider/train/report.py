@@ -1,6 +1,6 @@
-"""A report of training runs: one page without scripts, files or network.
+"""Report of training runs: one HTML page without scripts, other files or network.
 
-Kinds of rows that a run does not have leave out their plots.
+Plots whose rows are missing in the logs are left out.
 """
 
 import json
@@ -29,12 +29,12 @@ _QUALITIES = {
     "rebuilt_error": "rebuilt output, relative error",
 }
 _NOTES = {
-    "table": """End and best are of evaluations: accuracy, or loss where there is none. Seconds are
-of training, samples per second a median. Activations are what all stages hold between two ticks, or
-without a pipeline between forward and backward; copies of weights are not among them.""",
+    "table": """End and best are evaluations: accuracy, or loss where there is none. Seconds are
+training time, samples per second a median. Activations are held by all stages between two ticks, or
+without a pipeline between forward and backward; copies of weights are not counted.""",
     "memory": """Held between two ticks of a full pipeline; without a pipeline, between forward and
 backward of the whole network, shown as stage 0.""",
-    "quality": """Gradients of a pipeline against those that plain backprop finds by the weights of
+    "quality": """Gradients of a pipeline, compared with those of plain backprop with the weights of
 the same time: means, with the range of all samples. A cosine and a ratio of 1 are best.""",
     "ticks": """Forwards (F, pale) and backwards (B, strong) as measured, each with the number and
 colour of its micro-batch.""",
@@ -82,37 +82,37 @@ dt { color: var(--soft); flex: 0 0 9rem } dd { margin: 0; overflow-wrap: anywher
 
 
 def write_report(runs: Sequence[Path], out: Path) -> None:
-    """Write one HTML page about runs, given by their folders.
+    """Write one HTML page about the runs in these folders.
 
     Raises:
-        TrainError: A ValueError, as of `read_run`.
-        ImportError: Without matplotlib, where there is something to plot.
+        TrainError: A ValueError, if `read_run` cannot read a run.
+        ImportError: If there is something to plot and matplotlib is missing.
     """
-    page = _Page([read_run(Path(each)) for each in runs]).html()
+    page = _Page([read_run(Path(folder)) for folder in runs]).html()
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     write_whole(Path(out), page)
 
 
 class _Page:
-    """The parts of a page; a run has the same name and colour in all of them."""
+    """Sections of the page; a run has the same label and colour in all of them."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = list(enumerate(runs))
-        self._labels = _tell_apart(runs)
+        self._labels = _make_labels(runs)
         self._num_plots = 0
 
     def html(self) -> str:
         parts = [self._table(), *self._curves(), self._memory(), self._quality()]
         parts += [self._rates(), self._ticks(), self._recipes()]
-        return _HEAD + "\n".join(each for each in parts if each) + "\n</main></body></html>\n"
+        return _HEAD + "\n".join(part for part in parts if part) + "\n</main></body></html>\n"
 
     def _table(self) -> str:
         if not self._runs:
             return "<p>There are no runs.</p>"
-        head = "".join(f'<th scope="col">{each}</th>' for each in _COLUMNS)
+        head = "".join(f'<th scope="col">{column}</th>' for column in _COLUMNS)
         rows = "\n".join(
             f'<tr><th scope="row">{_swatch(i)}{escape(self._labels[i])}</th>'
-            + "".join(f"<td>{escape(each)}</td>" for each in _cells(run))
+            + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(run))
             + "</tr>"
             for i, run in self._runs
         )
@@ -120,20 +120,19 @@ class _Page:
         return f'<div class="wide">{table}</div>\n<p>{_NOTES["table"]}</p>'
 
     def _curves(self) -> Iterator[str]:
-        for title, kind, what, label in _CURVES:
-            by_step = self._series(kind, "step", what)
-            by_time, unit = _in_units(self._series(kind, "seconds", what))
-            yield _section(
-                title,
-                [
-                    self._figure(name, plots.lines(each, x, label, is_loss=what == "loss"), each)
-                    for name, x, each in (("by step", "step", by_step), ("by time", unit, by_time))
-                    if each
-                ],
-            )
+        for title, kind, field, ylabel in _CURVES:
+            by_step = self._series(kind, "step", field)
+            by_time, unit = _in_units(self._series(kind, "seconds", field))
+            figures = []
+            for name, xlabel, series in (("by step", "step", by_step), ("by time", unit, by_time)):
+                if series:
+                    svg = plots.lines(series, xlabel, ylabel, is_loss=field == "loss")
+                    figures.append(self._figure(name, svg, series))
+            yield _section(title, figures)
 
     def _series(self, kind: str, x: str, y: str) -> list[Series]:
-        found = []
+        """Return the points of all runs that have any, with accuracies in percent."""
+        series = []
         for i, run in self._runs:
             if kind == "evaluate" and run.metric != y:
                 continue
@@ -142,30 +141,31 @@ class _Page:
             pairs = zip(numbers(rows, x), numbers(rows, y), strict=True)
             points = [(a, factor * b) for a, b in pairs if isfinite(a)]
             if any(isfinite(b) for _, b in points):
-                found.append(Series(i, [a for a, _ in points], [b for _, b in points]))
-        return found
+                series.append(Series(i, [a for a, _ in points], [b for _, b in points]))
+        return series
 
     def _memory(self) -> str:
         figures = []
-        for what, title in (("activations", "activations"), ("weights", "copies of weights")):
-            held = {i: [each / 2**20 for each in run.held(what)] for i, run in self._runs}
+        for field, title in (("activations", "activations"), ("weights", "copies of weights")):
+            held = {i: [size / 2**20 for size in run.held(field)] for i, run in self._runs}
             series = [
                 Series(i, [*range(len(y))], y)
                 for i, y in held.items()
-                if any(each > 0 for each in y)
+                if any(size > 0 for size in y)
             ]
             if series:
                 methods = {i: run.recipe.get("method") for i, run in self._runs}
-                notes = {i: f" ({methods[i]}): {_say(sum(y))} MiB" for i, y in held.items()}
+                notes = {i: f" ({methods[i]}): {_format(sum(y))} MiB" for i, y in held.items()}
                 figures.append(self._figure(title, plots.bars(series, "MiB"), series, notes))
         return _section("Memory by stage", figures, "memory")
 
     def _quality(self) -> str:
         figures = []
-        for what, title in _QUALITIES.items():
-            series = [each for i, run in self._runs if (each := _by_stage(i, run, what)).x]
+        for field, title in _QUALITIES.items():
+            by_run = (_by_stage(i, run, field) for i, run in self._runs)
+            series = [line for line in by_run if line.x]
             if series:
-                svg = plots.ranges(series, title, is_error=what == "rebuilt_error")
+                svg = plots.ranges(series, title, is_error=field == "rebuilt_error")
                 figures.append(self._figure(title, svg, series))
         return _section("Gradient quality by stage", figures, "quality")
 
@@ -177,8 +177,8 @@ class _Page:
     def _ticks(self) -> str:
         figures = []
         for i, run in self._runs:
-            rows = [each for row in run.timeline[-1:] for each in row.get("spans") or []]
-            spans = [Span(*each) for each in rows if None not in each]
+            rows = [fields for row in run.timeline[-1:] for fields in row.get("spans") or []]
+            spans = [Span(*fields) for fields in rows if None not in fields]
             if spans:
                 figures.append(self._figure("", plots.ticks(spans), [Series(i, [], [])]))
         return _section("Ticks", figures, "ticks")
@@ -186,7 +186,8 @@ class _Page:
     def _recipes(self) -> str:
         parts = []
         for i, run in self._runs:
-            start = {key: each for key, each in (run.start or [{}])[-1].items() if key != "kind"}
+            row = (run.start or [{}])[-1]
+            start = {key: value for key, value in row.items() if key != "kind"}
             facts = _facts(run.recipe) + (_facts(start) if start else "")
             summary = f"<summary>{_swatch(i)}{escape(self._labels[i])}</summary>"
             parts.append(f"<details>{summary}{facts}</details>")
@@ -196,7 +197,7 @@ class _Page:
         self, title: str, svg: str, series: Sequence[Series], notes: dict[int, str] | None = None
     ) -> str:
         self._num_plots += 1
-        named = [(each.run, self._labels[each.run]) for each in series]
+        named = [(line.run, self._labels[line.run]) for line in series]
         legend = "".join(
             f"<li>{_swatch(i)}{escape(label + (notes or {}).get(i, ''))}</li>" for i, label in named
         )
@@ -205,49 +206,49 @@ class _Page:
         return f'<figure>{caption}<div class="wide">{svg}</div></figure>'
 
 
-def _tell_apart(runs: Sequence[Run]) -> list[str]:
-    """Names; with the method, or else the folder, where several runs have the same one."""
+def _make_labels(runs: Sequence[Run]) -> list[str]:
+    """Return the names of runs; where several are the same, add the method, then the folder."""
     labels = [run.name for run in runs]
-    for more in ([run.recipe.get("method") for run in runs], [run.folder.name for run in runs]):
+    for suffixes in ([run.recipe.get("method") for run in runs], [run.folder.name for run in runs]):
         count = Counter(labels)
         labels = [
-            f"{label}, {each}" if count[label] > 1 else label
-            for label, each in zip(labels, more, strict=True)
+            f"{label}, {suffix}" if count[label] > 1 else label
+            for label, suffix in zip(labels, suffixes, strict=True)
         ]
     return labels
 
 
 def _cells(run: Run) -> list[str]:
-    """The row of a run, without its name."""
+    """Return the table cells of a run, without its name."""
     recipe = run.recipe
     cut = run.start[-1].get("cut") if run.start else recipe.get("stages")
     evaluations = [*run.evaluate, *run.end[-1:]]
-    # A run that was resumed to go on has an end that is not its last.
+    # A run that was extended after its end has later evaluations than the end row.
     last = sorted(evaluations, key=lambda row: numbers([row], "seconds"))[-1:]
-    found = [each for each in numbers(evaluations, run.metric) if isfinite(each)]
+    scores = [*filter(isfinite, numbers(evaluations, run.metric))]
     best = max if run.metric == "accuracy" else min
-    times = [each for each in numbers([*run.train, *evaluations], "seconds") if isfinite(each)]
-    speeds = [each for each in numbers(run.train, "samples_per_second") if isfinite(each)]
+    times = [*filter(isfinite, numbers([*run.train, *evaluations], "seconds"))]
+    speeds = [*filter(isfinite, numbers(run.train, "samples_per_second"))]
     held = run.held("activations")
     return [
-        *(_text(recipe.get(each)) for each in ("method", "model", "data")),
+        *(_text(recipe.get(field)) for field in ("method", "model", "data")),
         str(len(cut)) if isinstance(cut, list) else _text(cut),
-        _judge(run.metric, numbers(last, run.metric)[0]) if last else _NONE,
-        _judge(run.metric, best(found)) if found else _NONE,
-        _say(max(times)) if times else _NONE,
-        _say(median(speeds)) if speeds else _NONE,
-        _say(sum(held) / 2**20) if held else _NONE,
+        _format_metric(run.metric, numbers(last, run.metric)[0]) if last else _NONE,
+        _format_metric(run.metric, best(scores)) if scores else _NONE,
+        _format(max(times)) if times else _NONE,
+        _format(median(speeds)) if speeds else _NONE,
+        _format(sum(held) / 2**20) if held else _NONE,
     ]
 
 
-def _judge(metric: str, value: float) -> str:
+def _format_metric(metric: str, value: float) -> str:
     if not isfinite(value):
         return _NONE
-    return f"{100 * value:.2f} %" if metric == "accuracy" else f"loss {_say(value)}"
+    return f"{100 * value:.2f} %" if metric == "accuracy" else f"loss {_format(value)}"
 
 
-def _say(value: float) -> str:
-    """An amount in four digits."""
+def _format(value: float) -> str:
+    """Format a number with four digits."""
     if not isfinite(value):
         return _NONE
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -260,18 +261,19 @@ def _text(value: object) -> str:
 
 
 def _in_units(series: list[Series]) -> tuple[list[Series], str]:
-    """Seconds in the unit that suits the longest run."""
-    longest = max((x for each in series for x in each.x), default=0.0)
+    """Convert seconds to the unit that suits the longest run, and return its name."""
+    longest = max((x for line in series for x in line.x), default=0.0)
     unit, length = "seconds", 1
     if longest > 300:
         unit, length = ("hours", 3600) if longest > 3 * 3600 else ("minutes", 60)
-    return [Series(each.run, [x / length for x in each.x], each.y) for each in series], unit
+    return [Series(line.run, [x / length for x in line.x], line.y) for line in series], unit
 
 
-def _by_stage(i: int, run: Run, what: str) -> Series:
-    """Mean, least and most of all samples; stages without any are left out."""
+def _by_stage(i: int, run: Run, field: str) -> Series:
+    """Return mean, minimum and maximum over the samples of each stage that has any."""
     values: dict[float, list[float]] = {}
-    for stage, value in zip(numbers(run.quality, "stage"), numbers(run.quality, what), strict=True):
+    stages = numbers(run.quality, "stage")
+    for stage, value in zip(stages, numbers(run.quality, field), strict=True):
         if isfinite(stage) and isfinite(value):
             values.setdefault(stage, []).append(value)
     rows = [values[stage] for stage in sorted(values)]
@@ -281,13 +283,13 @@ def _by_stage(i: int, run: Run, what: str) -> Series:
 def _section(title: str, figures: Sequence[str], note: str = "") -> str:
     if not figures:
         return ""
-    words = f"<p>{_NOTES[note]}</p>\n" if note else ""
+    intro = f"<p>{_NOTES[note]}</p>\n" if note else ""
     body = "\n".join(figures)
-    return f'<h2>{title}</h2>\n{words}<div class="plots {note}">{body}</div>'
+    return f'<h2>{title}</h2>\n{intro}<div class="plots {note}">{body}</div>'
 
 
 def _swatch(run: int) -> str:
-    colour, dash = plots.look(run)
+    colour, dash = plots.line_style(run)
     return f'<i style="border-top-style:{dash};border-top-color:{colour}"></i>'
 
 

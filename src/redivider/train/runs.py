@@ -1,7 +1,7 @@
-"""Runs as their folders tell them.
+"""Runs, read from their folders.
 
-A run is a folder with `recipe.json`, what was asked for, and `log.jsonl`, what happened: an object
-a line, each with a kind; unknown kinds are ignored.
+The folder of a run has its recipe in `recipe.json` and its log in `log.jsonl`. The log has one JSON
+object per line, each with a kind; unknown kinds are ignored.
 """
 
 import json
@@ -21,7 +21,7 @@ _KINDS = ("start", "train", "evaluate", "memory", "quality", "timeline", "end")
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder tells it: the rows of the log by kind, in the order of time."""
+    """Recipe and log of a run; the rows of the log are grouped by kind, in order of time."""
 
     folder: Path
     recipe: Row
@@ -35,24 +35,24 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its recipe, or else of its folder."""
+        """Name of the recipe, or else of the folder."""
         return str(self.recipe.get("name") or self.folder.name)
 
     @property
     def metric(self) -> str:
-        """What evaluations are judged by: "accuracy" where there is one, or "loss"."""
-        found = numbers([*self.evaluate, *self.end], "accuracy")
-        return "accuracy" if any(map(isfinite, found)) else "loss"
+        """Metric of the evaluations: "accuracy" if the log has any, else "loss"."""
+        accuracies = numbers([*self.evaluate, *self.end], "accuracy")
+        return "accuracy" if any(map(isfinite, accuracies)) else "loss"
 
-    def held(self, what: str) -> list[float]:
-        """Bytes of "activations" or copies of "weights", by stage."""
-        return numbers(self.memory[-1].get("stages") or [] if self.memory else [], what)
+    def held(self, field: str) -> list[float]:
+        """Return the bytes of "activations" or copies of "weights" that each stage holds."""
+        return numbers(self.memory[-1].get("stages") or [] if self.memory else [], field)
 
 
 def numbers(rows: Sequence[Row], field: str) -> list[float]:
-    """A field of rows; NaN where it is null, missing, or no finite number."""
-    found = (row.get(field) for row in rows)
-    return [float(each) if _is_number(each) else nan for each in found]
+    """Return a field of all rows; NaN where it is null, missing, or not a finite number."""
+    values = (row.get(field) for row in rows)
+    return [float(value) if _is_number(value) else nan for value in values]
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -63,8 +63,8 @@ def read_run(folder: str | Path) -> Run:
     """Read a run from its folder.
 
     Raises:
-        TrainError: A ValueError, if it is not the folder of a run or its log is damaged. The last
-            line alone may be: the run was killed while it wrote.
+        TrainError: A ValueError, if this is not the folder of a run or its log is damaged. An
+            incomplete last line is ignored: the run was killed while it wrote it.
     """
     folder = Path(folder)
     path = folder / RECIPE
@@ -81,8 +81,8 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        wanted = f"give the folder of a run, which has {RECIPE} and {LOG}"
-        raise TrainError(f"cannot read {path} ({error.strerror}); {wanted}") from None
+        remedy = f"give the folder of a run, which has {RECIPE} and {LOG}"
+        raise TrainError(f"cannot read {path} ({error.strerror}); {remedy}") from None
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -96,9 +96,9 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def parse_row(text: bytes | str) -> Row | None:
-    """A JSON object, or None if it is none."""
+    """Parse a JSON object; return None if the text is not one."""
     try:
-        found = json.loads(text)
+        row = json.loads(text)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return row if isinstance(row, dict) else None

@@ -1,4 +1,4 @@
-"""The learning rate, as a factor of its highest value, by the number of an update."""
+"""Learning rate schedule: a factor of the peak rate for every update."""
 
 from dataclasses import dataclass
 from math import cos, pi
@@ -8,12 +8,12 @@ from redivider.train.recipe import Recipe
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up, then constant, steps down, or a cosine to zero.
+    """Linear warm-up, then a constant rate, steps down, or a cosine to zero.
 
     Args:
-        recipe: What says so.
-        num_per_epoch: Updates in an epoch, which may be a fraction.
-        num_updates: Of the whole run.
+        recipe: Recipe with `warmup`, `schedule` and `milestones`.
+        num_per_epoch: Updates per epoch, which may be a fraction.
+        num_updates: Updates of the whole run.
     """
 
     recipe: Recipe
@@ -21,15 +21,16 @@ class Schedule:
     num_updates: int
 
     def __call__(self, update: int) -> float:
-        """The factor of an update; the first one is 0."""
+        """Return the factor of an update; the first update is 0."""
         recipe = self.recipe
-        warm = recipe.warmup * self.num_per_epoch
-        if update + 1 < warm:
-            return (update + 1) / warm
+        num_warmup = recipe.warmup * self.num_per_epoch
+        if update + 1 < num_warmup:
+            return (update + 1) / num_warmup
         if recipe.schedule == "step":
             epoch = update / self.num_per_epoch
-            return float(0.1 ** sum(epoch >= each - 1e-9 for each in recipe.milestones))
+            # The tolerance keeps a milestone on its update where the division rounds down.
+            return float(0.1 ** sum(epoch >= milestone - 1e-9 for milestone in recipe.milestones))
         if recipe.schedule == "cosine":
-            done = (update - warm) / max(1.0, self.num_updates - warm)
+            done = (update - num_warmup) / max(1.0, self.num_updates - num_warmup)
             return 0.5 * (1 + cos(pi * min(1.0, max(0.0, done))))
         return 1.0

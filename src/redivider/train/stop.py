@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for the end of a step."""
+"""Signals that stop a run at the end of an update."""
 
 import os
 import signal
@@ -12,35 +12,35 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass
 class Stop:
-    """Whether somebody has asked to stop."""
+    """Request to stop, set by a signal."""
 
     signal: int | None = None
 
     @property
-    def is_asked(self) -> bool:
-        """Whether it is time to save and leave."""
+    def is_requested(self) -> bool:
+        """Whether the run should save and stop."""
         return self.signal is not None
 
 
 @contextmanager
-def stopping() -> Iterator[Stop]:
-    """Take note of SIGINT, SIGTERM and SIGHUP; a second one interrupts at once."""
+def catch_signals() -> Iterator[Stop]:
+    """Record SIGINT, SIGTERM or SIGHUP; a second signal interrupts at once."""
     stop = Stop()
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if stop.is_asked:
+    def record(number: int, frame: FrameType | None) -> None:
+        if stop.is_requested:
             raise KeyboardInterrupt
         stop.signal = number
-        if os.isatty(2):  # not by print, which may be what was interrupted
-            end = b"stopping after this update, or evaluation; once more ends it at once"
-            os.write(2, b"\nredivider: " + end + b"\n")
+        if os.isatty(2):  # not with print, which may be what was interrupted
+            text = b"stopping after this update, or evaluation; once more ends it at once"
+            os.write(2, b"\nredivider: " + text + b"\n")
 
     try:
-        before = {each: signal.signal(each, note) for each in SIGNALS}
-    except ValueError:  # only the main thread may
-        before = {}
+        handlers = {number: signal.signal(number, record) for number in SIGNALS}
+    except ValueError:  # only the main thread may set handlers
+        handlers = {}
     try:
         yield stop
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

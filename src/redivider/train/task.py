@@ -1,4 +1,4 @@
-"""What a model is trained for: its shape, its loss, and how well it does."""
+"""Task of a run: data, a model of matching shape, its loss, and its evaluation."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +15,21 @@ from redivider.models.language import Language
 from redivider.train.recipe import Recipe
 from redivider.train.torchrun import num_processes
 
-# In a batch of an evaluation, however small those of training are: without a backward they fit.
+# Size of an evaluation batch, unless micro-batches are larger: without a backward it fits.
 IMAGES, TOKENS = 512, 2**14
-MASKED = 0.15  # of the tokens, where a model learns hidden ones
+MASKED = 0.15  # fraction of tokens that a masked language model has to predict
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model does: means over samples; accuracy where there is such a thing."""
+    """Mean loss over samples, and accuracy where the task has one."""
 
     loss: float
     accuracy: float | None
 
 
 class Labels(nn.Module):
-    """The loss of image classes, and how many are right."""
+    """Cross entropy of image classes, with the number of correct predictions."""
 
     def __init__(self, smoothing: float) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Labels(nn.Module):
 class Task:
     """Data, a model for them, and its loss.
 
-    `body` is what is trained in stages; a language model's head is in its loss.
+    `body` is the part that is trained in stages; the head of a language model is in the loss.
     """
 
     model: Chain
@@ -55,20 +55,24 @@ class Task:
     test: Batches
 
     @torch.no_grad()
-    def evaluate(self, scores: Any) -> Score:
-        """Score the test data, given what runs the body in evaluation mode."""
+    def evaluate(self, forward: Any) -> Score:
+        """Score the test data; `forward` runs the body in evaluation mode.
+
+        It returns None in a process that does not have the output.
+        """
         losses = correct = num = 0.0
         was_training = self.loss.training
         self.loss.eval()
         for x, y in self.test:
-            output = scores(x)
+            output = forward(x)
             if output is None:
-                continue  # it is in another process
-            found = self.loss(output, y)
-            loss, right = found if isinstance(found, tuple) else (found, None)
-            count = int((y >= 0).sum()) if right is None else len(y)
+                continue  # another process has it
+            result = self.loss(output, y)
+            loss, num_correct = result if isinstance(result, tuple) else (result, None)
+            # Tokens with a negative target are not predicted, and not in the mean.
+            count = int((y >= 0).sum()) if num_correct is None else len(y)
             losses += loss.double() * count
-            correct += 0 if right is None else right
+            correct += 0 if num_correct is None else num_correct
             num += count
         self.loss.train(was_training)
         has_accuracy = isinstance(self.loss, Labels)
@@ -80,11 +84,12 @@ def make_task(recipe: Recipe, device: torch.device) -> Task:
     """Load the data of a recipe, and make its model.
 
     Raises:
-        ValueError: One that says what to change, if they cannot be so.
+        ValueError: If the recipe asks for data or a model that cannot be made; it says what to
+            change.
     """
     is_text = recipe.data == "text"
-    # Each process gives memory to its own stages alone.
-    is_spread = num_processes() > 1
+    # On the meta device a process allocates nothing until it knows its own stages.
+    is_distributed = num_processes() > 1
     options: dict[str, Any] = {"tokens": recipe.tokens} if is_text else {}
     if recipe.data == "imagenet" and "image_size" in recipe.model_options:
         options["image_size"] = recipe.model_options["image_size"]
@@ -100,10 +105,10 @@ def make_task(recipe: Recipe, device: torch.device) -> Task:
         backward="store" if recipe.is_pipeline else recipe.method,
         arithmetic=recipe.arithmetic,
         seed=recipe.seed,
-        device="meta" if is_spread else device,
+        device="meta" if is_distributed else device,
         **{**shape, **recipe.model_options},
     )
-    if recipe.channels_last and not is_text and not is_spread:
+    if recipe.channels_last and not is_text and not is_distributed:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     train, test = (_batches(recipe, source, i == 0, device) for i, source in enumerate(sources))
     if is_text:
@@ -112,9 +117,9 @@ def make_task(recipe: Recipe, device: torch.device) -> Task:
 
 
 def _shape(recipe: Recipe, source: Source) -> dict[str, Any]:
-    """What the data ask of a model."""
+    """Return the model options that follow from the data."""
     if isinstance(source, Text):
-        # One more for what stands in the place of hidden tokens.
+        # One more for the mask token.
         size = source.vocabulary.size + (1 if _is_masked(recipe) else 0)
         return {"vocabulary": size, "context": recipe.context}
     return {
@@ -125,8 +130,8 @@ def _shape(recipe: Recipe, source: Source) -> dict[str, Any]:
 
 
 def _batches(recipe: Recipe, source: Source, train: bool, device: torch.device) -> Batches:
-    at_once = TOKENS // recipe.context if isinstance(source, Text) else IMAGES
-    size = recipe.microbatch if train else max(recipe.microbatch, at_once)
+    num_evaluated = TOKENS // recipe.context if isinstance(source, Text) else IMAGES
+    size = recipe.microbatch if train else max(recipe.microbatch, num_evaluated)
     if isinstance(source, Text):
         return source.batches(
             size,

@@ -1,1 +1,1 @@
-"""Everything in flight as plain data, and on disk."""
+"""Saved states of a pipeline: a snapshot in memory, and its files on disk."""

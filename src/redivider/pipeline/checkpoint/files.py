@@ -1,9 +1,17 @@
-"""States on disk: safetensors and a manifest in JSON, written beside and renamed.
+"""Files of a saved state: safetensors and a manifest in JSON. Nothing is ever unpickled.
 
-A state is a tree of plain data and tensors. Its tensors go into one safetensors file for each unit
-and each stage; the rest, with the place of every tensor and the SHA-256 of every file, into the
-manifest. Nothing is ever unpickled. Several processes may each write a part of a state: they fill
-one folder, and the first of them writes the manifest.
+A state is a tree of plain data and tensors. Its tensors go into one safetensors file per unit and
+per stage. The rest goes into the manifest, with the place of every tensor and the SHA-256 of every
+file:
+
+    folder/
+        manifest.json                checksum of the manifest, files, tree
+        stage-0.safetensors  ...     messages, optimizer state
+        unit-0.safetensors   ...     weights, gradients, kept inputs
+
+A state is written to a new folder beside the old one, which is then renamed, so that a crash leaves
+one of the two. Several processes may write their parts of a state: all fill one folder, and the
+first of them writes the manifest.
 """
 
 import hashlib
@@ -30,16 +38,16 @@ class StateError(ValueError):
 
 
 class Writers(Protocol):
-    """The processes that write one state together."""
+    """Processes that write one state together."""
 
     is_first: bool
 
     def tell_all(self, text: str) -> list[str]:
-        """Give a text to all, and get everybody's, in one order."""
+        """Send a text to all processes; return the texts of all, in the order of ranks."""
 
 
 class Alone:
-    """One process."""
+    """Single process that writes a whole state."""
 
     is_first = True
 
@@ -48,52 +56,54 @@ class Alone:
 
 
 def write_state(folder: str | Path, state: dict[str, Any], writers: Writers | None = None) -> None:
-    """Write a state; a folder that exists is replaced when the new one is complete.
+    """Write a state; replace an existing folder only when the new one is complete.
 
     Args:
-        folder: Where to; on a disk that all writers share.
-        state: All of it, or this process's part.
-        writers: Those who write with it; each calls this.
+        folder: Target folder, on a disk that all writers share.
+        state: The whole state, or this process's part.
+        writers: Processes that write parts of it; all of them call this function.
     """
     _require_safetensors()  # before anything is written
-    folder, writers = Path(folder).resolve(), writers or Alone()  # through links
+    # Links are resolved: the rename must replace the folder itself, and not a link to it.
+    folder, writers = Path(folder).resolve(), writers or Alone()
     try:
-        # The first one's number, since there may be several machines.
-        number = all_well(writers, lambda: _make_new(folder) if writers.is_first else None)[0]
-        new = _beside(folder, "new", number)
-        parts = all_well(writers, lambda: _write_part(new, state))
-        all_well(writers, lambda: _finish(folder, new, parts) if writers.is_first else None)
+        # All use the process id of the first writer, even on other machines.
+        pid = all_or_none(writers, lambda: _make_new(folder) if writers.is_first else None)[0]
+        new = _beside(folder, "new", pid)
+        parts = all_or_none(writers, lambda: _write_part(new, state))
+        all_or_none(writers, lambda: _finish(folder, new, parts) if writers.is_first else None)
     except BaseException:
         if writers.is_first:
             shutil.rmtree(_beside(folder, "new", os.getpid()), ignore_errors=True)
         raise
 
 
-def all_well(writers: Writers, do: Callable[[], Any]) -> list[Any]:
-    """Do something in every process, and go on in all of them or in none; what each has found.
+def all_or_none(writers: Writers, action: Callable[[], Any]) -> list[Any]:
+    """Run an action in every process; return the results of all, or raise in all of them.
 
-    An error that comes of it is everybody's: `is_agreed`.
+    The error is marked `is_agreed`: all processes raise it together and may continue after it.
     """
     error: Exception | None = None
     try:
-        text = json.dumps(["done", do()])
+        text = json.dumps(["done", action()])
     except (OSError, StateError) as raised:
         error, text = raised, json.dumps([type(raised).__name__, str(raised)])
-    found = [json.loads(each) for each in writers.tell_all(text)]
-    for rank, (kind, said) in enumerate(found):
+    outcomes = [json.loads(outcome) for outcome in writers.tell_all(text)]
+    for rank, (kind, result) in enumerate(outcomes):
         if kind != "done" and error is None:
-            error = (StateError if kind == "StateError" else OSError)(f"rank {rank}: {said}")
+            error = (StateError if kind == "StateError" else OSError)(f"rank {rank}: {result}")
     if error is not None:
         error.is_agreed = True  # type: ignore[attr-defined]
         raise error
-    return [said for _, said in found]
+    return [result for _, result in outcomes]
 
 
 def _make_new(folder: Path) -> int:
+    """Make the folder in which a new state is written; return the process id in its name."""
     if folder.exists() and not (folder / MANIFEST).exists():
         raise StateError(f"{folder} exists and holds no state; choose another folder")
     new = _beside(folder, "new", os.getpid())
-    shutil.rmtree(new, ignore_errors=True)  # of a process with this number that was killed
+    shutil.rmtree(new, ignore_errors=True)  # left by a killed process with the same id
     try:
         new.mkdir(parents=True)
     except OSError as error:
@@ -102,12 +112,12 @@ def _make_new(folder: Path) -> int:
 
 
 def _write_part(new: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Write the tensors of one process; return its part of the manifest."""
     files: dict[str, dict[str, Tensor]] = {}
     tree = _encode(state, (), files)
     sums = {}
     for name, tensors in files.items():
         path = new / f"{name}.safetensors"
-        # Tensors may share memory (a stream travels up and is kept); a file has each once.
         write_tensors(path, tensors)
         sums[path.name] = _sha256(path)
         _sync(path)
@@ -115,7 +125,7 @@ def _write_part(new: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finish(folder: Path, new: Path, parts: list[dict[str, Any]]) -> None:
-    """Write the manifest of all parts, and put the folder in its place."""
+    """Write the manifest of all parts, and move the new folder to its place."""
     merged: dict[str, Any] = {"files": {}, "tree": ["dict"]}
     for part in parts:
         twice = merged["files"].keys() & part["files"].keys()
@@ -126,10 +136,10 @@ def _finish(folder: Path, new: Path, parts: list[dict[str, Any]]) -> None:
     text = json.dumps(merged, indent=1)
     digest = hashlib.sha256(text.encode()).hexdigest()
     (new / MANIFEST).write_text(f"{digest}\n{text}")
-    for path in (new / MANIFEST, new):  # on the disk before the name is: power may fail
+    for path in (new / MANIFEST, new):  # on disk before the rename, in case the power fails
         _sync(path)
     old = _beside(folder, "old", os.getpid())
-    shutil.rmtree(old, ignore_errors=True)  # of a process with this number that was killed
+    shutil.rmtree(old, ignore_errors=True)  # left by a killed process with the same id
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
@@ -138,26 +148,26 @@ def _finish(folder: Path, new: Path, parts: list[dict[str, Any]]) -> None:
 
 
 def _merge(one: Any, other: Any) -> Any:
-    """Two encoded trees in one: what is in both must be a dictionary, or the same."""
+    """Merge two encoded trees: what is in both must be a dictionary, or equal."""
     if not (isinstance(one, list) and isinstance(other, list) and one[0] == other[0] == "dict"):
         if one != other:
             raise StateError(f"processes have written different states: {one} and {other}")
         return one
-    found = {json.dumps(key): [key, value] for key, value in one[1:]}
+    pairs = {json.dumps(key): [key, value] for key, value in one[1:]}
     for key, value in other[1:]:
-        mine = found.setdefault(json.dumps(key), [key, value])
-        if mine[1] is not value:
-            mine[1] = _merge(mine[1], value)
-    return ["dict", *found.values()]
+        pair = pairs.setdefault(json.dumps(key), [key, value])
+        if pair[1] is not value:
+            pair[1] = _merge(pair[1], value)
+    return ["dict", *pairs.values()]
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file; a full disk is an OSError."""
+    """Write a safetensors file; raise OSError if the disk is full."""
     safetensors = _require_safetensors()
+    # Tensors may share memory, which safetensors refuses: a stream is sent and kept. So clone them.
+    clones = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
     try:
-        safetensors.torch.save_file(
-            {key: each.contiguous().clone() for key, each in tensors.items()}, path
-        )
+        safetensors.torch.save_file(clones, path)
     except safetensors.SafetensorError as error:
         raise OSError(str(error)) from error
 
@@ -173,17 +183,17 @@ def read_state(
     wanted: Callable[[tuple[Any, ...]], bool] = lambda path: True,
     readers: Writers | None = None,
 ) -> dict[str, Any]:
-    """Read a state back, whole and undamaged or not at all.
+    """Read a state; raise `StateError` if it is damaged or not complete.
 
     Args:
-        folder: Where it is.
-        wanted: Whether what lies under these keys is to be read; files of others are left alone.
-        readers: Those who read their parts with it; if one of them cannot, none does.
+        folder: Folder of the state.
+        wanted: Returns whether to read what lies under a path of keys; other files stay closed.
+        readers: Processes that read their parts of it; if one of them fails, all fail.
     """
     _require_safetensors()
-    found: list[dict[str, Any]] = []
-    all_well(readers or Alone(), lambda: found.append(_read_part(Path(folder), wanted)))
-    return found[0]
+    states: list[dict[str, Any]] = []
+    all_or_none(readers or Alone(), lambda: states.append(_read_part(Path(folder), wanted)))
+    return states[0]
 
 
 def _read_part(folder: Path, wanted: Callable[[tuple[Any, ...]], bool]) -> dict[str, Any]:
@@ -209,6 +219,7 @@ def _read_part(folder: Path, wanted: Callable[[tuple[Any, ...]], bool]) -> dict[
 
 
 def _prune(tree: Any, path: tuple[Any, ...], wanted: Callable[[tuple[Any, ...]], bool]) -> Any:
+    """Return an encoded tree without the entries that are not wanted."""
     if not (isinstance(tree, list) and tree[0] == "dict"):
         return tree
     pairs = ((key, value, (*path, _decode(key, {}))) for key, value in tree[1:])
@@ -216,18 +227,21 @@ def _prune(tree: Any, path: tuple[Any, ...], wanted: Callable[[tuple[Any, ...]],
 
 
 def _files(tree: Any) -> Iterator[str]:
-    """The files of the tensors in an encoded tree."""
+    """Yield the file of every tensor in an encoded tree."""
     if isinstance(tree, list):
         if tree[0] == "tensor":
             yield tree[1]
         else:
-            for each in tree[1:]:
-                for part in each if tree[0] == "dict" else [each]:
-                    yield from _files(part)
+            for item in tree[1:]:
+                for subtree in item if tree[0] == "dict" else [item]:
+                    yield from _files(subtree)
 
 
 def _encode(value: Any, path: tuple[Any, ...], files: dict[str, dict[str, Tensor]]) -> Any:
-    """JSON of a tree; what JSON has no word for becomes a list that begins with one."""
+    """Encode a tree as JSON, and collect its tensors by file.
+
+    A value that JSON does not have becomes a list that begins with its kind, such as "tuple".
+    """
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -235,18 +249,21 @@ def _encode(value: Any, path: tuple[Any, ...], files: dict[str, dict[str, Tensor
             file = _file(path)
             tensors = files.setdefault(file, {})
             key = str(len(tensors))
-            # A file has no strides: it has the dimensions in the order in which they lie.
+            # A file has no strides: write the dimensions in the order of memory, and note it.
             order = order_of(value)
             if value.dtype == torch.complex128:
-                raise StateError("a state cannot hold tensors of complex128, which files have not")
+                raise StateError(
+                    "a state cannot hold tensors of complex128, which safetensors files do not "
+                    "support; give them as real tensors (torch.view_as_real)"
+                )
             tensors[key] = value.detach().permute(order)
             return ["tensor", file, key, *order]
         case torch.dtype():
             return ["dtype", str(value).removeprefix("torch.")]
-        case tuple() | list() if not hasattr(value, "_fields"):  # whose names would be lost
-            word = "tuple" if isinstance(value, tuple) else "list"
-            return [word, *(_encode(each, (*path, i), files) for i, each in enumerate(value))]
-        case dict() if type(value) in (dict, OrderedDict):  # others would come back as these
+        case tuple() | list() if not hasattr(value, "_fields"):  # a namedtuple would lose its names
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return [kind, *(_encode(item, (*path, i), files) for i, item in enumerate(value))]
+        case dict() if type(value) in (dict, OrderedDict):  # other kinds would be read as a dict
             return [
                 "dict",
                 *([_encode(k, (), {}), _encode(v, (*path, k), files)] for k, v in value.items()),
@@ -259,9 +276,9 @@ def _encode(value: Any, path: tuple[Any, ...], files: dict[str, dict[str, Tensor
 
 
 def _file(path: tuple[Any, ...]) -> str:
-    """Units and stages have a file each, and so has whatever else stands at the top."""
+    """Return the file of a tensor: one for each unit, each stage, and each other key at the top."""
     keys, prefix = [str(key) for key in path], ""
-    if keys[0] == "engine":  # of a run, which saves more than a pipeline's state
+    if keys[0] == "engine":  # the state of a whole run holds that of its pipeline under this key
         keys = keys[1:]
     if keys[0] == "columns":
         prefix, keys = f"column-{keys[1]}-", keys[2:]
@@ -271,23 +288,24 @@ def _file(path: tuple[Any, ...]) -> str:
 
 
 def _decode(value: Any, files: dict[str, dict[str, Tensor]]) -> Any:
+    """Return the tree that `_encode` encoded."""
     if not isinstance(value, list):
         return value
-    word, *rest = value
-    match word:
+    kind, *rest = value
+    match kind:
         case "tensor":
             file, key, *order = rest
             tensor = files[file][key]
-            return tensor.permute([order.index(each) for each in range(len(order))])
+            return tensor.permute([order.index(dim) for dim in range(len(order))])
         case "dtype":
             return getattr(torch, rest[0])
         case "tuple":
-            return tuple(_decode(each, files) for each in rest)
+            return tuple(_decode(item, files) for item in rest)
         case "list":
-            return [_decode(each, files) for each in rest]
+            return [_decode(item, files) for item in rest]
         case "dict":
             return {_decode(k, files): _decode(v, files) for k, v in rest}
-    raise StateError(f"the manifest holds an unknown word {word!r}")
+    raise StateError(f"the manifest holds an unknown word {kind!r}")
 
 
 def _sync(path: Path) -> None:
@@ -303,6 +321,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _beside(folder: Path, what: str, number: int) -> Path:
-    """Where a new folder is made ready, and where an old one goes, beside this one."""
-    return folder.with_name(f".{folder.name}.{what}-{number}")
+def _beside(folder: Path, role: str, pid: int) -> Path:
+    """Return the path beside a folder where the new one is written, or the old one moved to."""
+    return folder.with_name(f".{folder.name}.{role}-{pid}")

@@ -1,7 +1,11 @@
-"""Who writes what of a pipeline's state, and who needs what of it.
+"""Parts of a pipeline's state: which process writes what, and which process reads what.
 
-A unit and a stage are of the process that has them; what is known of all micro-batches is of the
-first one of a column, targets and loss are of the last. Replicas have a column each.
+    key of the state       written by
+    "units", "stages"      the process that holds the unit or the stage
+    "targets", "loss"      the last process of a column
+    everything else        the first process of a column
+
+A replica is a column of processes. With several replicas, the state of each lies under "columns".
 """
 
 from collections.abc import Container
@@ -12,29 +16,29 @@ from redivider.pipeline.runners.topology import Team
 
 
 class Parts:
-    """The part of one process.
+    """Part of one process in the state of all.
 
     Args:
         team: The processes.
-        stages: Of this one.
-        units: Their names.
+        stages: Stages of this process.
+        units: Names of its units.
     """
 
     def __init__(self, team: Team, stages: range, units: Container[str]) -> None:
         self._team, self._stages, self._units = team, stages, units
 
     def to_write(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What this process writes, of the state that it has."""
-        wanted = {"stages", "units"}
+        """Return the part of this process's state that it writes."""
+        keys = {"stages", "units"}
         if self._team.place == 0:
-            wanted |= set(state) - {"targets", "loss"}
+            keys |= set(state) - {"targets", "loss"}
         if self._team.is_last:
-            wanted |= {"targets", "loss"}
-        own = {key: each for key, each in state.items() if key in wanted}
+            keys |= {"targets", "loss"}
+        own = {key: value for key, value in state.items() if key in keys}
         return own if self._team.num_columns == 1 else {"columns": {self._team.column: own}}
 
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
-        """This replica's state, of that of all."""
+        """Return the state of this replica from the state of all."""
         if "columns" not in state:
             return state
         if self._team.column not in state["columns"]:
@@ -43,7 +47,7 @@ class Parts:
         return own
 
     def wants(self, path: tuple[Any, ...]) -> bool:
-        """Whether this process needs what lies under these keys in the state of all."""
+        """Return whether this process reads what lies under a path of keys in the state of all."""
         match path:
             case ("columns", column, *rest):
                 return column == self._team.column and (not rest or self.wants(tuple(rest)))

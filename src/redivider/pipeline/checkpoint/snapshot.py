@@ -1,37 +1,42 @@
-"""All that the next ticks of a pipeline depend on, as plain data: taken, verified, put back."""
+"""Snapshot of everything that the next ticks of a pipeline depend on: take, verify, restore."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from redivider.pipeline.checkpoint.files import StateError
+from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.module_state import places_of_buffers
-from redivider.pipeline.stages.stage import Message, Stage
+from redivider.pipeline.stages.stage import Stage
 from redivider.replay.autocast import Autocast
+
+if TYPE_CHECKING:
+    from redivider.pipeline.pipeline import Pipeline
 
 FORMAT = "redivider pipeline 3"
 
 
-def take_snapshot(pipe: Any) -> dict[str, Any]:
-    """Copy everything: weights, optimizers, and all that is in flight."""
+def take_snapshot(pipe: "Pipeline") -> dict[str, Any]:
+    """Copy weights, optimizer states, and everything in flight."""
+    flight = pipe.in_flight
     state = {
         "format": FORMAT,
         "pipeline": configuration(pipe),
         "cut": pipe.cut,
-        "tick": pipe._tick,
-        "first": pipe._first,
-        "entered": pipe._entered,
+        "tick": flight.tick,
+        "first": flight.first,
+        "entered": flight.entered,
         "microbatches": {
             n: {"side": side, "autocast": autocast.settings}
-            for n, (side, autocast) in pipe._in_flight().items()
+            for n, (side, autocast) in pipe._contexts().items()
         },
         "targets": pipe._targets(),
         "stages": {
             stage.index: stage.state_dict_of_training()
             | {
-                "up": [each.state_dict() for each in pipe._up[stage.index].values()],
-                "down": [each.state_dict() for each in pipe._down[stage.index].values()],
+                "up": [message.state_dict() for message in flight.up[stage.index].values()],
+                "down": [message.state_dict() for message in flight.down[stage.index].values()],
             }
             for stage in pipe.stages
         },
@@ -42,11 +47,11 @@ def take_snapshot(pipe: Any) -> dict[str, Any]:
     return _copied(state)
 
 
-def verify_snapshot(pipe: Any, state: Any) -> None:
-    """Refuse a state that is of another pipeline, or none."""
+def verify_snapshot(pipe: "Pipeline", state: Any) -> None:
+    """Raise `StateError` if this is not a state, or that of another pipeline."""
     if isinstance(state, dict) and "columns" in state:
         num = len(state["columns"])
-        raise StateError(f"the state is of {num} replicas; go on with as many")
+        raise StateError(f"the state is of {num} replicas; resume with as many")
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise StateError(f"this is not a state of a pipeline in the format {FORMAT!r}")
     for key, mine in configuration(pipe).items():
@@ -70,27 +75,28 @@ def verify_snapshot(pipe: Any, state: Any) -> None:
 
 
 def _verify_weights(name: str, module: nn.Module, state: dict[str, Any]) -> None:
-    for each in state.get("buffers", {}).keys() - places_of_buffers(module).keys():
-        raise StateError(f"{name} is another in the state: it has no buffer {each!r} here")
-    mine, other = _looks(module.state_dict()), _looks(state["weights"])
+    for buffer in state.get("buffers", {}).keys() - places_of_buffers(module).keys():
+        raise StateError(f"{name} differs from the state: it has no buffer {buffer!r} here")
+    mine, other = _descriptions(module.state_dict()), _descriptions(state["weights"])
     if mine != other:
-        differ = [each for each in (*mine, *other) if mine.get(each) != other.get(each)]
-        here, there = (each.get(differ[0], "not there") for each in (mine, other))
+        key = next(key for key in (*mine, *other) if mine.get(key) != other.get(key))
+        here, there = mine.get(key, "not there"), other.get(key, "not there")
         raise StateError(
-            f"{name} is another in the state: {differ[0]} is {there} in it, and {here} here"
+            f"{name} differs from the state: {key} is {there} in the state, and {here} here"
         )
 
 
-def _looks(tensors: dict[str, Any]) -> dict[str, str]:
+def _descriptions(tensors: dict[str, Any]) -> dict[str, str]:
+    """Return the dtype and shape of every tensor, in words."""
     return {
-        key: f"{str(each.dtype).removeprefix('torch.')} of {tuple(each.shape)}"
-        for key, each in tensors.items()
-        if isinstance(each, Tensor)
+        key: f"{str(value.dtype).removeprefix('torch.')} of {tuple(value.shape)}"
+        for key, value in tensors.items()
+        if isinstance(value, Tensor)
     }
 
 
 def _verify_optimizer(stage: Stage, state: dict[str, Any]) -> None:
-    """Refuse the state of another optimizer, as its name and its groups show."""
+    """Raise `StateError` if the optimizer has another class or other groups than in the state."""
     if stage.optimizer is None and "groups" not in state:
         return
     mine = "none" if stage.optimizer is None else type(stage.optimizer).__name__
@@ -99,8 +105,8 @@ def _verify_optimizer(stage: Stage, state: dict[str, Any]) -> None:
         raise StateError(
             f"the optimizer of stage {stage.index} is {mine}, and in the state {other}"
         )
-    names = {id(each): name for name, each in stage.module.named_parameters()}
-    here = [[names[id(each)] for each in group["params"]] for group in stage.groups]
+    names = {id(param): name for name, param in stage.module.named_parameters()}
+    here = [[names[id(param)] for param in group["params"]] for group in stage.groups]
     there = [group["names"] for group in state["groups"]]
     if here != there:
         raise StateError(
@@ -109,30 +115,32 @@ def _verify_optimizer(stage: Stage, state: dict[str, Any]) -> None:
         )
 
 
-def restore_snapshot(pipe: Any, state: dict[str, Any]) -> None:
-    """Put everything back; the state stays as it is."""
+def restore_snapshot(pipe: "Pipeline", state: dict[str, Any]) -> None:
+    """Restore everything from a state, which stays as it is."""
     state = _copied(state)
     device = pipe.device
-    # A state from disk, or from another device, follows the model; optimizers see to their own.
+    # A state from disk or from another device moves to the model's. That of optimizers does not:
+    # stages move it, because some of its tensors stay on the host.
     trainings, state = state["stages"], tree_map_only(Tensor, lambda t: t.to(device), state)
     targets, sides = state["targets"], {n: e["side"] for n, e in state["microbatches"].items()}
     autocasts = {n: Autocast(device, e["autocast"]) for n, e in state["microbatches"].items()}
+    flight = pipe.in_flight
     for stage in pipe.stages:
-        for key, inboxes in (("up", pipe._up), ("down", pipe._down)):
+        for key, inboxes in (("up", flight.up), ("down", flight.down)):
             inbox = inboxes[stage.index] = {}
-            for each in state["stages"][stage.index][key]:
-                n = each["microbatch"]
-                inbox[n] = Message.from_state(each, autocasts[n], sides[n], targets.get(n))
+            for entry in state["stages"][stage.index][key]:
+                n = entry["microbatch"]
+                inbox[n] = Message.from_state(entry, autocasts[n], sides[n], targets.get(n))
         stage.load_training(trainings[stage.index])
     for name, unit in pipe._units.items():
         unit.load_state_dict(state["units"][name], sides, device)
     if pipe._ends_here:
         pipe._loss.load_state_dict(state["loss"])
-    pipe._tick, pipe._first, pipe._entered = state["tick"], state["first"], state["entered"]
+    flight.tick, flight.first, flight.entered = state["tick"], state["first"], state["entered"]
 
 
-def configuration(pipe: Any) -> dict[str, Any]:
-    """What must be the same for a state to fit."""
+def configuration(pipe: "Pipeline") -> dict[str, Any]:
+    """Return the settings that a pipeline and its state must have in common."""
     return {
         "units": pipe._unit_names,
         "method": pipe.method.name,
@@ -147,5 +155,5 @@ def configuration(pipe: Any) -> dict[str, Any]:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    copied: dict[str, Any] = tree_map_only(Tensor, lambda each: each.detach().clone(), state)
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
     return copied

@@ -1,1 +1,1 @@
-"""What a pipeline does and holds: gradient quality, memory, timelines."""
+"""Diagnostics of a pipeline: gradient quality, memory, timelines."""

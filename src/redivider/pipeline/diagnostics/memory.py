@@ -1,62 +1,71 @@
-"""What the stages of a pipeline hold between two ticks, counted by storage."""
+"""Memory that the stages of a pipeline hold between two ticks, counted by storage."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.stage import Stage
+
+if TYPE_CHECKING:
+    from redivider.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
 class Holding:
-    """Bytes of one stage."""
+    """Bytes that one stage holds."""
 
     stage: int
     activations: int
-    """Kept inputs and graphs."""
+    """Bytes of kept inputs and graphs."""
     messages: int
-    """On their way to it; some may be kept elsewhere as well."""
+    """Bytes of messages in flight to the stage; another stage may keep the same tensors."""
     weights: int
-    """Copies of its weights."""
+    """Bytes of old copies of its weights."""
 
 
-def holdings(pipe: Any) -> list[Holding]:
-    """Count what each stage of a pipeline holds.
+def holdings(pipe: "Pipeline") -> list[Holding]:
+    """Count the bytes that each stage of a pipeline holds.
 
-    A captured tick holds as much in its graphs, and more: it is brought back from there first.
+    Captured ticks hold as much in the memory of their graphs, and more. The pipeline leaves the
+    graphs first, so that the count is that of eager ticks.
     """
     pipe._leave_graphs()
-    return [_held(each, pipe._up[each.index], pipe._down[each.index]) for each in pipe.stages]
+    return [
+        _count(stage, pipe.in_flight.up[stage.index], pipe.in_flight.down[stage.index])
+        for stage in pipe.stages
+    ]
 
 
-def _held(stage: Stage, *inboxes: dict[int, Any]) -> Holding:
+def _count(stage: Stage, *inboxes: dict[int, Message]) -> Holding:
     known: set[int] = set()
-    _size([*stage.module.parameters()], known)
-    copies = _size([u.weights.stash.copies for u in stage.units if u.weights.stash], known)
-    kept = [each for unit in stage.units for each in unit.kept.values()]
-    graphs = [t for each in kept if each.run for t in _saved(each.run.output)]
-    activations = _size([[each.value for each in kept], graphs], known)
-    waiting = [(each.flow.value, each.grads) for inbox in inboxes for each in inbox.values()]
-    return Holding(stage.index, activations, _size(waiting, known), copies)
+    _num_bytes([*stage.module.parameters()], known)  # what shares memory with weights is free
+    copies = _num_bytes([u.weights.stash.copies for u in stage.units if u.weights.stash], known)
+    kept = [entry for unit in stage.units for entry in unit.kept.values()]
+    graphs = [tensor for entry in kept if entry.run for tensor in _saved(entry.run.output)]
+    activations = _num_bytes([[entry.value for entry in kept], graphs], known)
+    messages = [message for inbox in inboxes for message in inbox.values()]
+    waiting = [(message.flow.value, message.grads) for message in messages]
+    return Holding(stage.index, activations, _num_bytes(waiting, known), copies)
 
 
-def _size(tree: Any, known: set[int]) -> int:
-    """Bytes of all storages in a tree that are not known yet."""
+def _num_bytes(tree: Any, known: set[int]) -> int:
+    """Return the bytes of the storages in a tree that are not known yet, and note them."""
     total = 0
-    for each in tree_leaves(tree):
-        if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in known:
-            known.add(each.untyped_storage().data_ptr())
-            total += each.untyped_storage().nbytes()
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in known:
+            known.add(leaf.untyped_storage().data_ptr())
+            total += leaf.untyped_storage().nbytes()
     return total
 
 
 def _saved(output: Any) -> list[Tensor]:
-    """What autograd has saved in the graph of an output."""
+    """Return the tensors that autograd has saved in the graph of an output."""
     saved: list[Tensor] = []
     seen: set[Any] = set()
-    queue: list[Any] = [each.grad_fn for each in tree_leaves(output)]
+    queue: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output)]
     while queue:
         node = queue.pop()
         if node is None or node in seen:
@@ -65,6 +74,6 @@ def _saved(output: Any) -> list[Tensor]:
         for name in dir(node):
             if name.startswith("_saved_"):
                 value = getattr(node, name)
-                saved += [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-        queue += [after for after, _ in node.next_functions]
+                saved += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        queue += [parent for parent, _ in node.next_functions]
     return saved

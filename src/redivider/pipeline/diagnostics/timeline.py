@@ -1,4 +1,4 @@
-"""Ticks as text and as a Chrome trace, planned from schedule.py or with measured times."""
+"""Timelines of ticks, planned from the schedule or measured: as text or as a Chrome trace."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from redivider.pipeline.schedule import Action, actions, num_ticks
+from redivider.pipeline.schedule import Action, Schedule
 
 
 def draw(
@@ -17,21 +17,22 @@ def draw(
     ticks: int | None = None,
     num_microbatches: int | None = None,
 ) -> str:
-    """Draw stages down and ticks across: F and B of each micro-batch.
+    """Draw F and B of every micro-batch as text, with stages down and ticks across.
 
     Args:
         stages: Number of stages.
         latency: Ticks that a message travels.
-        ticks: How many to draw; all of them if the number of micro-batches is given.
-        num_microbatches: How many enter; without it they never end.
+        ticks: Number of ticks to draw; all of them by default, if `num_microbatches` is set.
+        num_microbatches: Number of micro-batches that enter; None for no end.
     """
+    schedule = Schedule(stages, latency)
     if ticks is None:
         if num_microbatches is None:
             raise ValueError("give ticks or num_microbatches: a pipeline that is fed has no end")
-        ticks = num_ticks(num_microbatches, stages, latency)
+        ticks = schedule.num_ticks(num_microbatches)
     grid = [[""] * ticks for _ in range(stages)]
     for t in range(ticks):
-        for kind, stage, microbatch in actions(t, stages, latency, num_microbatches):
+        for kind, stage, microbatch in schedule.actions(t, num_microbatches):
             grid[stage][t] = f"{grid[stage][t]} {kind}{microbatch}".strip()
     width = max([len(cell) for row in grid for cell in row] + [len(str(ticks))])
     margin = len(f"stage {stages - 1}")
@@ -46,31 +47,38 @@ def draw(
 def planned_spans(
     stages: int, *, latency: int = 1, num_microbatches: int, backward: float = 3.0
 ) -> dict[Action, tuple[float, float]]:
-    """Start and end of every action if a forward takes 1, and all stages are alike."""
-    length = 1.0 + backward
+    """Return start and end of every action, if a forward takes 1 and all stages are alike.
+
+    Args:
+        stages: Number of stages.
+        latency: Ticks that a message travels.
+        num_microbatches: Number of micro-batches that enter.
+        backward: Time of a backward.
+    """
+    schedule, length = Schedule(stages, latency), 1.0 + backward
     spans = {}
-    for t in range(num_ticks(num_microbatches, stages, latency)):
-        for action in actions(t, stages, latency, num_microbatches):
+    for t in range(schedule.num_ticks(num_microbatches)):
+        for action in schedule.actions(t, num_microbatches):
             start = t * length + (0.0 if action.kind == "F" else 1.0)
             spans[action] = (start, start + (1.0 if action.kind == "F" else backward))
     return spans
 
 
 class Observed(Protocol):
-    """A pipeline, as far as watching it goes."""
+    """Pipeline that reports its actions to an observer."""
 
     observer: Callable[[Action, float], None] | None
 
 
 @contextmanager
 def measured_spans(pipe: Observed) -> Iterator[dict[Action, tuple[float, float]]]:
-    """Measure every action that a pipeline does inside: start and end in seconds.
+    """Measure start and end, in seconds, of every action that a pipeline runs in a `with` block.
 
         with timeline.measured_spans(pipe) as spans:
             pipe.step(images, targets)
         timeline.write_chrome_trace("trace.json", spans)
 
-    On a GPU these are the times at which the host has queued the work, not those of the work.
+    On a GPU these are the times at which the host queues the work, not those at which it runs.
     """
     spans: dict[Action, tuple[float, float]] = {}
     before = pipe.observer
@@ -82,7 +90,7 @@ def measured_spans(pipe: Observed) -> Iterator[dict[Action, tuple[float, float]]
 
 
 def write_chrome_trace(path: str | Path, spans: Mapping[Action, tuple[float, float]]) -> None:
-    """Write spans, in seconds, for chrome://tracing or Perfetto: a row for each stage."""
+    """Write spans in seconds as a trace for chrome://tracing or Perfetto, a row for each stage."""
     events = [
         {
             "name": f"{action.kind}{action.microbatch}",
@@ -95,10 +103,10 @@ def write_chrome_trace(path: str | Path, spans: Mapping[Action, tuple[float, flo
         }
         for action, (start, end) in spans.items()
     ]
-    Path(path).write_text(json.dumps({"traceEvents": _named(spans) + events}))
+    Path(path).write_text(json.dumps({"traceEvents": _row_names(spans) + events}))
 
 
-def _named(spans: Iterable[Action]) -> list[dict[str, object]]:
+def _row_names(spans: Iterable[Action]) -> list[dict[str, object]]:
     return [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": j, "args": {"name": f"stage {j}"}}
         for j in sorted({action.stage for action in spans})

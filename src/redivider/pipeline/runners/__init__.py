@@ -1,1 +1,1 @@
-"""Who executes the schedule, and how messages travel."""
+"""Execution of the schedule, eager or captured, and transport of messages between processes."""

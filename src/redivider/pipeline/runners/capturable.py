@@ -1,6 +1,6 @@
-"""Which ticks can be captured as CUDA graphs: what a pipeline, an optimizer and inputs must be."""
+"""Conditions for capturing ticks as CUDA graphs, on the pipeline, its settings and its inputs."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -9,11 +9,14 @@ from torch.utils._pytree import tree_flatten
 from redivider.pipeline.stages.fused_optimizer import has_hooks, rate_dtype
 from redivider.replay.autocast import Autocast
 
+if TYPE_CHECKING:
+    from redivider.pipeline.pipeline import Pipeline
+
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def reason_against(pipe: Any) -> str | None:
-    """Why the ticks of a pipeline cannot be recorded, if they cannot."""
+def reason_against(pipe: "Pipeline") -> str | None:
+    """Return why the ticks of a pipeline cannot be captured; None if they can."""
     if pipe.method.weights != "current":
         return f"{pipe.method.name} keeps old weights, whose number changes"
     if pipe.arithmetic.exact:
@@ -23,9 +26,10 @@ def reason_against(pipe: Any) -> str | None:
     if pipe.packing.dtype is not None:
         return "messages are packed"
     for stage in pipe.stages:
-        for each in stage.module.parameters():
-            if each.dtype.itemsize > rate_dtype(each.device).itemsize:
-                return f"learning rates would be {rate_dtype(each.device)}, weights {each.dtype}"
+        for param in stage.module.parameters():
+            # A captured tick reads its learning rates from a tensor on the device.
+            if param.dtype.itemsize > rate_dtype(param.device).itemsize:
+                return f"learning rates would be {rate_dtype(param.device)}, weights {param.dtype}"
         if not all(group.get("fused") for group in stage.groups):
             kind = type(stage.optimizer).__name__
             return f"{kind} is not fused, and could not skip an update after a fault (fused=True)"
@@ -33,39 +37,43 @@ def reason_against(pipe: Any) -> str | None:
 
 
 class Settings:
-    """What graphs have built in, though a caller may change it between two ticks."""
+    """Settings of a pipeline that graphs have built in, but that a caller may change."""
 
-    def __init__(self, pipe: Any) -> None:
+    def __init__(self, pipe: "Pipeline") -> None:
         self._modules = [*pipe._chain.modules(), *pipe._loss.module.modules()]
-        self._parameters = [each for stage in pipe.stages for each in stage.module.parameters()]
+        self._params = [param for stage in pipe.stages for param in stage.module.parameters()]
         self._groups = [group for stage in pipe.stages for group in stage.groups]
         self._optimizers = [stage.optimizer for stage in pipe.stages]
 
-    def now(self) -> Any:
-        """All of it: flags, which parameters train, where they are, how optimizers are set."""
+    def current(self) -> Any:
+        """Return the current settings, comparable by ==.
+
+        They are the training flags, which parameters train and where they lie, and the optimizers'
+        hooks and options.
+        """
         flags = [module.training for module in self._modules]
-        parameters = [(each.requires_grad, each.data_ptr()) for each in self._parameters]
-        hooked = [has_hooks(each) for each in self._optimizers]
-        return flags, parameters, hooked, [_built_in(group) for group in self._groups]
+        params = [(param.requires_grad, param.data_ptr()) for param in self._params]
+        hooked = [has_hooks(optimizer) for optimizer in self._optimizers]
+        return flags, params, hooked, [_built_in(group) for group in self._groups]
 
 
 def _built_in(group: dict[str, Any]) -> list[Any]:
-    """The settings of a group but for its rate, which the host sends."""
-    others = [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
-    return [id(value) if isinstance(value, Tensor) else value for value in others]
+    """Return the options of a parameter group, without the rate, which the host sends."""
+    options = [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
+    return [id(value) if isinstance(value, Tensor) else value for value in options]
 
 
-def _look(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device
-    # What may change behind our backs is never the same: such ticks are not captured.
-    return value if isinstance(value, PLAIN) else object()
-
-
-def look_of(inputs: Any) -> Any:
-    """What inputs must have in common to be run by the same graphs."""
+def signature_of(inputs: Any) -> Any:
+    """Return what inputs must have in common to be run by the same graphs, comparable by ==."""
     leaves, spec = tree_flatten(inputs)
-    looks = [_look(each) for each in leaves]
-    devices = {each.device for each in leaves if isinstance(each, Tensor)}
+    signatures = [_leaf_signature(leaf) for leaf in leaves]
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     autocast = [Autocast(device).settings for device in sorted(devices, key=str)]
-    return spec, looks, autocast, torch.is_inference_mode_enabled()
+    return spec, signatures, autocast, torch.is_inference_mode_enabled()
+
+
+def _leaf_signature(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    # An object that may change without our notice equals nothing: such ticks are not captured.
+    return leaf if isinstance(leaf, PLAIN) else object()

@@ -1,4 +1,4 @@
-"""What one rank of a column has, given to all of them."""
+"""Collectives over the ranks of a column, for trees and for named tensors."""
 
 import json
 from collections.abc import Mapping
@@ -13,39 +13,40 @@ from redivider.pipeline.runners.transport import dtype_of, dump_tree, name_of
 
 
 def share_tree(team: Team, tree: Any, device: torch.device) -> Any:
-    """Give the last rank's tree of tensors and plain data to all."""
+    """Broadcast the last rank's tree of tensors and plain data to all ranks."""
     leaves, spec = tree_flatten(tree)
-    looks = [
-        [list(each.shape), name_of(each.dtype)] if isinstance(each, Tensor) else {"is": each}
-        for each in leaves
+    layouts = [
+        [list(leaf.shape), name_of(leaf.dtype)] if isinstance(leaf, Tensor) else {"is": leaf}
+        for leaf in leaves
     ]
-    said = json.dumps([dump_tree(spec), looks]) if team.is_last else ""
-    text, looks = json.loads(team.tell_column(said)[-1])
+    # The others do not know the tree, so its structure travels first, as text.
+    header = json.dumps([dump_tree(spec), layouts]) if team.is_last else ""
+    structure, layouts = json.loads(team.tell_column(header)[-1])
     if not team.is_last:
-        leaves = [_make(look, device) for look in looks]
-    for each in leaves:
-        if isinstance(each, Tensor):
-            team.spread_in_column(each, team.num_places - 1)
-    return tree_unflatten(leaves, treespec_loads(text))
+        leaves = [_empty_leaf(layout, device) for layout in layouts]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            team.spread_in_column(leaf, team.num_places - 1)
+    return tree_unflatten(leaves, treespec_loads(structure))
 
 
 def share_all(team: Team, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give every rank's tensors to all, on the host, in the order of ranks."""
-    looks = [[name, list(each.shape), name_of(each.dtype)] for name, each in own.items()]
-    found = {}
-    for place, text in enumerate(team.tell_column(json.dumps(looks))):
+    """Gather the named tensors of all ranks on every rank, on the host, in the order of ranks."""
+    layouts = [[name, list(tensor.shape), name_of(tensor.dtype)] for name, tensor in own.items()]
+    gathered = {}
+    for place, text in enumerate(team.tell_column(json.dumps(layouts))):
         for name, shape, dtype in json.loads(text):
             if place == team.place:
-                found[name] = own[name].detach().to("cpu", copy=True)
+                gathered[name] = own[name].detach().to("cpu", copy=True)
             else:
-                found[name] = torch.empty(shape, dtype=dtype_of(dtype))
-            team.spread_in_column(found[name], place)
-    return found
+                gathered[name] = torch.empty(shape, dtype=dtype_of(dtype))
+            team.spread_in_column(gathered[name], place)
+    return gathered
 
 
-def _make(look: Any, device: torch.device) -> Any:
-    """A leaf as it looks: a tensor to be filled, or what it is."""
-    if isinstance(look, dict):
-        return look["is"]
-    shape, dtype = look
+def _empty_leaf(layout: Any, device: torch.device) -> Any:
+    """Return an empty tensor of a layout, or the plain value that it holds."""
+    if isinstance(layout, dict):
+        return layout["is"]
+    shape, dtype = layout
     return torch.empty(shape, dtype=dtype_of(dtype), device=device)

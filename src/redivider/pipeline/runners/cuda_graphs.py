@@ -1,54 +1,61 @@
-"""Work on several lanes, recorded once and replayed: on a GPU, CUDA graphs with a branch a lane."""
+"""Recording and replay of work on several lanes: on a GPU, CUDA graphs with one branch per lane."""
 
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from redivider.graph import capturing
+from redivider.gpu.cuda_graph import capturing
 
-NUM_PER_PRIORITY = 32  # CUDA streams that torch has to give, for each priority
+Result = TypeVar("Result")
+
+NUM_PER_PRIORITY = 32  # distinct CUDA streams that torch's pool has for each priority
 
 
 class Graphs(ABC):
-    """Records work on several lanes, to be replayed."""
+    """Recorder of work on several lanes.
+
+    Lanes run side by side between `fork` and `join`, except where one waits for another.
+    """
 
     @abstractmethod
     def lane(self, index: int) -> AbstractContextManager[Any]:
-        """Where the work of a lane goes."""
+        """Return a context whose work goes to a lane."""
 
     @abstractmethod
     def fork(self) -> None:
-        """Let all lanes come after what was done so far."""
+        """Start all lanes after the work so far."""
 
     @abstractmethod
     def wait(self, lane: int, other: int) -> None:
-        """Let what follows on a lane come after what another one has done so far."""
+        """Order the next work on a lane after the work so far on another lane."""
 
     @abstractmethod
     def join(self) -> None:
-        """Let what follows come after all lanes."""
+        """Order the next work after all lanes."""
 
     @abstractmethod
-    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Record what a function does; return what replays it, and what it returned."""
+    def record(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+        """Record the work of a function; return a function that replays it, and the result."""
 
 
 class CudaGraphs(Graphs):
-    """CUDA graphs that share their memory, each lane a branch."""
+    """CUDA graphs that share one memory pool, with one branch per lane."""
 
     def __init__(self, device: torch.device, num_lanes: int) -> None:
         self._device = device
+        # Beyond the pool of one priority torch hands out the same streams again, and two lanes
+        # would share one: so take further lanes from the next priority.
         self._main, *self._streams = (
             torch.cuda.Stream(  # type: ignore[no-untyped-call]
-                device, priority=-(number // NUM_PER_PRIORITY)
+                device, priority=-(index // NUM_PER_PRIORITY)
             )
-            for number in range(num_lanes + 1)
+            for index in range(num_lanes + 1)
         )
-        gc.collect()  # the memory of graphs that are gone
+        gc.collect()  # frees the memory of dropped graphs before new ones are captured
         self._pool = torch.cuda.graph_pool_handle()
 
     def lane(self, index: int) -> AbstractContextManager[Any]:
@@ -66,7 +73,7 @@ class CudaGraphs(Graphs):
         for stream in self._streams:
             self._main.wait_stream(stream)
 
-    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def record(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with capturing(graph, self._main, self._pool):

@@ -18,41 +18,38 @@ from redivider.pipeline.runners.transport import (
     dtype_of,
     name_of,
 )
-from redivider.pipeline.schedule import Leg, Way, received, sent
+from redivider.pipeline.schedule import Leg, Schedule, Way
 from redivider.pipeline.stages.compression import Packing
-from redivider.pipeline.stages.stage import Message
-from redivider.pipeline.stages.unit import Flow
+from redivider.pipeline.stages.message import Flow, Message
 
 
 class Mail:
-    """The lines of a process to the ones before and after it.
+    """Lines of a process to the ones before and after it.
 
     Args:
         team: The processes.
         own: The stages of this one.
-        num_stages: Of the pipeline.
-        latency: Ticks that a message travels.
-        packing: Of messages.
-        device: Where they are wanted.
+        schedule: Schedule of the pipeline.
+        packing: How messages are packed.
+        device: Device on which they are wanted.
     """
 
     def __init__(
         self,
         team: Team,
         own: range,
-        num_stages: int,
-        latency: int,
+        schedule: Schedule,
         packing: Packing,
         device: torch.device,
     ) -> None:
         self._team, self._device = team, device
-        self._own, self._num_stages, self._latency = own, num_stages, latency
+        self._own, self._schedule = own, schedule
         self._post = post = Post(team)
         self._incoming: dict[Way, Incoming] = {}
         self._outgoing: dict[Way, Outgoing] = {}
         self._sent: list[Way] = []  # in this tick
         self._num_evaluated = Counter[str]()
-        most = 2 * latency
+        most = 2 * schedule.latency
         if team.place > 0:
             below = team.ranks[team.place - 1]
             self._incoming["up"] = Incoming(post, team, packing, below, "up", device)
@@ -64,8 +61,8 @@ class Mail:
 
     @property
     def num_bytes_sent(self) -> int:
-        """By messages of ticks, so far."""
-        return sum(each.bytes_sent for each in self._outgoing.values())
+        """Bytes of messages of ticks that were sent so far."""
+        return sum(line.bytes_sent for line in self._outgoing.values())
 
     def arriving(self, ticks: range, entered: int) -> Iterator[Leg]:
         """Yield the messages that neighbours send here in some ticks.
@@ -73,7 +70,7 @@ class Mail:
         Micro-batches are counted since the pipeline was empty; `entered` is how many have entered.
         """
         for t in ticks:
-            yield from received(t, self._own, self._num_stages, self._latency, entered)
+            yield from self._schedule.received(t, self._own, entered)
 
     def expect(self, legs: Iterator[Leg]) -> None:
         """Post receives early, if the backend matches by tag."""
@@ -89,7 +86,7 @@ class Mail:
         self._sent.append(way)
 
     def take(self, way: Way) -> tuple[Flow, list[Any], dict[str, Any]]:
-        """The next message: its flow, gradients and, upwards, side inputs; waits for it."""
+        """Wait for the next message; return its flow, gradients and, upwards, side inputs."""
         (value, grads), (dtype, side) = self._incoming[way].take()
         return Flow(value, dtype_of(dtype)), grads, side
 
@@ -98,7 +95,7 @@ class Mail:
         ways, self._sent = self._sent, []
         if not self._team.batches:
             return
-        due = sent(t, self._own, self._num_stages, self._latency, entered)
+        due = self._schedule.sent(t, self._own, entered)
         if ways != [leg.way for leg in due]:  # receives would match other messages
             raise RuntimeError(f"tick {t} sent {ways} and not {due}; this is a defect of redivider")
         for leg in self.arriving(range(t, t + 1), entered):
@@ -108,16 +105,16 @@ class Mail:
 
     def catch_up(self) -> None:
         """Wait for old transfers: the host runs ahead of the GPU by at most latency + 2 ticks."""
-        self._team.catch_up(self._latency + 2)
+        self._team.catch_up(self._schedule.latency + 2)
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
-        for each in self._outgoing.values():
-            each.finish()
+        for line in self._outgoing.values():
+            line.finish()
         self._team.catch_up()
 
     def pass_on(self, flow: Flow, side: dict[str, Any]) -> None:
-        """Send what is evaluated to the next process, if there is one; it may look as it likes."""
+        """Send a value to evaluate to the next process, if there is one; any shape will do."""
         if not self._team.is_last:
             above = self._team.ranks[self._team.place + 1]
             line = Outgoing(self._post, self._team, AS_IT_IS, above, "evaluate", 1)
@@ -127,7 +124,7 @@ class Mail:
             line.finish()
 
     def take_over(self) -> tuple[Flow, dict[str, Any]]:
-        """What the process before has passed on."""
+        """Return the value to evaluate that the process before has passed on."""
         below = self._team.ranks[self._team.place - 1]
         line = Incoming(self._post, self._team, AS_IT_IS, below, "evaluate", self._device)
         line.number = self._count("taken over")

@@ -1,4 +1,4 @@
-"""Inputs that come from the host: copied to the GPU while the last tick runs."""
+"""Prefetch of inputs: copy them from the host to the GPU while the last tick still runs."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-class Feed:
-    """Brings what is on the host to a GPU, on a CUDA stream of its own.
+class Prefetch:
+    """Copies from the host to a GPU, on a CUDA stream of its own.
 
-    What a caller copies on the stream of the ticks has to wait for the last one.
+    A copy on the stream of the ticks would wait for the last tick.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -18,20 +18,21 @@ class Feed:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def bring(self, inputs: Any) -> Any:
-        """The same inputs, all on the GPU."""
+        """Return the inputs with all tensors on the GPU."""
         if not any(map(_is_on_host, tree_leaves(inputs))):
             return inputs
         ticks = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            found = tree_map_only(Tensor, self._copy, inputs)
+            copies = tree_map_only(Tensor, self._copy, inputs)
         ticks.wait_stream(self._stream)
-        for each in tree_leaves(found):
-            if isinstance(each, Tensor) and each.is_cuda:
-                each.record_stream(ticks)
-        return found
+        for leaf in tree_leaves(copies):
+            if isinstance(leaf, Tensor) and leaf.is_cuda:
+                # Else the allocator could reuse its memory while a tick still reads it.
+                leaf.record_stream(ticks)
+        return copies
 
-    def _copy(self, each: Tensor) -> Tensor:
-        return each.to(self._device, non_blocking=True) if _is_on_host(each) else each
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True) if _is_on_host(tensor) else tensor
 
 
 def _is_on_host(value: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from redivider._torch_private import nccl_group, prefix_store
 from redivider.errors import PipelineError
 
 
@@ -30,7 +31,7 @@ def join(device: torch.device, timeout: float = 300.0) -> None:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     store, rank, num = next(rendezvous("env://"))
     # torchrun keeps one store for all attempts: ignore keys that an earlier attempt has left.
-    store = dist.distributed_c10d.PrefixStore(attempt(), store)
+    store = prefix_store(attempt(), store)
     is_unshared = have_own_gpus(store, rank, num, device, timeout)
     dist.init_process_group(
         "nccl" if is_unshared else "gloo",
@@ -95,13 +96,10 @@ class Communicators:
         if not self._backends:
             return
         faulthandler.dump_traceback_later(grace, exit=True, file=2)  # needs no interpreter lock
-        with contextlib.suppress(RuntimeError):
-            self._backends[0]._group_start()  # as one group: separate aborts may deadlock
-        for backend in self._backends:
-            with contextlib.suppress(RuntimeError):
-                backend.abort()
-        with contextlib.suppress(RuntimeError):
-            self._backends[0]._group_end()
+        with nccl_group(self._backends[0]):  # separate aborts may deadlock
+            for backend in self._backends:
+                with contextlib.suppress(RuntimeError):
+                    backend.abort()
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -1,20 +1,21 @@
-"""What goes on from one tick to the next: messages on their way, and gradients not yet applied."""
+"""State that one tick leaves to the next: messages in flight and gradients not yet applied."""
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from redivider.pipeline.stages.stage import Message
+from redivider.pipeline.runners.in_flight import Inboxes
 
-Inboxes: TypeAlias = list[dict[int, Message]]
+if TYPE_CHECKING:
+    from redivider.pipeline.pipeline import Pipeline
 
 
 @dataclass
-class Carried:
-    """Messages by stage and micro-batch, gradients by parameter, and the norms of stages'."""
+class TickState:
+    """Messages by stage and micro-batch, gradients by parameter, and each stage's gradient norm."""
 
     up: Inboxes
     down: Inboxes
@@ -22,57 +23,70 @@ class Carried:
     norms: list[Tensor]
 
     @classmethod
-    def of(cls, pipe: Any) -> "Carried":
-        """What a pipeline holds now: the same tensors in dictionaries of its own."""
-        parameters = [each for stage in pipe.stages for each in stage.module.parameters()]
-        up, down = ([dict(inbox) for inbox in inboxes] for inboxes in (pipe._up, pipe._down))
-        norms = [stage.norm for stage in pipe.stages]
-        return cls(up, down, {each: each.grad for each in parameters}, norms)
-
-    def cloned(self, shift: int = 0) -> "Carried":
-        """The same in memory of its own, of micro-batches that lie so many further on."""
+    def of(cls, pipe: "Pipeline") -> "TickState":
+        """Return a pipeline's current state: its own tensors, in new dictionaries."""
+        params = [param for stage in pipe.stages for param in stage.module.parameters()]
         up, down = (
-            [{n + shift: each.cloned(n + shift) for n, each in inbox.items()} for inbox in inboxes]
+            [dict(inbox) for inbox in inboxes]
+            for inboxes in (pipe.in_flight.up, pipe.in_flight.down)
+        )
+        norms = [stage.norm for stage in pipe.stages]
+        return cls(up, down, {param: param.grad for param in params}, norms)
+
+    def clone(self, shift: int = 0) -> "TickState":
+        """Clone all tensors and add `shift` to every micro-batch index."""
+        up, down = (
+            [
+                {n + shift: message.cloned(n + shift) for n, message in box.items()}
+                for box in inboxes
+            ]
             for inboxes in (self.up, self.down)
         )
         grads = {p: None if grad is None else grad.clone() for p, grad in self.grads.items()}
-        return Carried(up, down, grads, [norm.clone() for norm in self.norms])
+        return TickState(up, down, grads, [norm.clone() for norm in self.norms])
 
-    def give_to(self, pipe: Any) -> None:
-        """Let a pipeline go on from here."""
-        pipe._up, pipe._down = ([dict(inbox) for inbox in each] for each in (self.up, self.down))
-        for parameter, grad in self.grads.items():
-            parameter.grad = grad
+    def restore_to(self, pipe: "Pipeline") -> None:
+        """Make a pipeline resume from this state."""
+        pipe.in_flight.up = [dict(inbox) for inbox in self.up]
+        pipe.in_flight.down = [dict(inbox) for inbox in self.down]
+        for param, grad in self.grads.items():
+            param.grad = grad
         for stage, norm in zip(pipe.stages, self.norms, strict=True):
             stage.norm = norm
 
-    def copy_to(self, other: "Carried") -> None:
-        """Copy all tensors to where another's lie; some may lie there, and must be read first."""
+    def copy_to(self, other: "TickState") -> None:
+        """Copy all tensors into the memory of another state.
+
+        The two may share memory: a tensor that stays in flight may lie where another one goes.
+        Such a tensor is cloned before anything is written.
+        """
         sources, targets = self._tensors(), other._tensors()
-        taken = {each.untyped_storage().data_ptr() for each in targets}
-        safe = [
-            each.clone() if each.untyped_storage().data_ptr() in taken else each for each in sources
+        overwritten = {target.untyped_storage().data_ptr() for target in targets}
+        sources = [
+            source.clone() if source.untyped_storage().data_ptr() in overwritten else source
+            for source in sources
         ]
-        by_look: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-        for target, source in zip(targets, safe, strict=True):
-            look = (target.dtype, source.dtype, target.stride() == source.stride())
-            some = by_look.setdefault(look, ([], []))
-            some[0].append(target)
-            some[1].append(source)
-        for some in by_look.values():  # each in a kernel or a few
-            torch._foreach_copy_(*some)
+        # Group pairs that are alike: torch copies such a group in one kernel or a few.
+        groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for target, source in zip(targets, sources, strict=True):
+            kind = (target.dtype, source.dtype, target.stride() == source.stride())
+            group = groups.setdefault(kind, ([], []))
+            group[0].append(target)
+            group[1].append(source)
+        for group in groups.values():
+            torch._foreach_copy_(*group)
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(each.nbytes for each in self._tensors())
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
-        """In an order that does not change from tick to tick."""
+        """Return all tensors, in an order that does not change from tick to tick."""
         trees = [
-            (each.flow.value, each.side, each.target, each.grads)
+            (message.flow.value, message.side, message.target, message.grads)
             for inbox in (*self.up, *self.down)
-            for _, each in sorted(inbox.items())
+            for _, message in sorted(inbox.items())
         ]
         leaves = tree_leaves((trees, list(self.grads.values()), self.norms))
-        return [each for each in leaves if isinstance(each, Tensor)]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from redivider._torch_private import backend_of, default_store, prefix_store
 from redivider.errors import PipelineError
 from redivider.pipeline.runners.heartbeat import Watch
 from redivider.pipeline.runners.process_group import Communicators, attempt, backend_for, join
@@ -69,14 +70,14 @@ class Team:
         """Device of the tensors that the backend sends."""
         self._on_gpu = waits_on_device(self.device)
         self._begun: deque[list[tuple[Any, int | None]]] = deque([[]])  # works, by tick
-        shared = dist.distributed_c10d._get_default_store()
+        shared = default_store()
         prefix = f"redivider-{attempt()}-{_num_teams}"
-        self._store = dist.distributed_c10d.PrefixStore(prefix, shared)
+        self._store = prefix_store(prefix, shared)
         self.number = _num_teams
         _num_teams += 1
         groups: list[Any] = [dist.group.WORLD, self.stage_group, self.data_group]
         groups = list(dict.fromkeys(group for group in groups if group is not None))
-        backends = [group._get_backend(self.device) for group in groups if self._on_gpu]
+        backends = [backend_of(group, self.device) for group in groups if self._on_gpu]
         communicators = Communicators(backends, self.device)
         self.watch = Watch(self._store, self.rank, self.everyone, timeout, communicators)
         if self.batches:

@@ -1,1 +1,1 @@
-"""What runs at one place of a pipeline: units, stages, their weights and updates."""
+"""Units and stages of a pipeline, with their weights and updates."""

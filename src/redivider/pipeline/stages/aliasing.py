@@ -1,4 +1,4 @@
-"""What is given away is apart from what will change: weights and buffers, updated in place."""
+"""Values that must not alias weights or buffers, because those are updated in place."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,15 +8,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 
-def apart(value: Any, tensors: Iterable[Tensor]) -> Any:
-    """A value that shares no memory with tensors which will change while somebody has it."""
-    own = set(map(_memory, tensors))
+def unaliased(value: Any, tensors: Iterable[Tensor]) -> Any:
+    """Clone the tensors of `value` that share memory with `tensors`; return the others as is.
 
-    def copied(each: Tensor) -> Tensor:
-        return each.clone() if _memory(each) in own else each
+    The result can be kept or sent while `tensors` are updated in place.
+    """
+    storages = set(map(_storage, tensors))
 
-    return tree_map_only(Tensor, copied, value)
+    def clone_alias(tensor: Tensor) -> Tensor:
+        return tensor.clone() if _storage(tensor) in storages else tensor
+
+    return tree_map_only(Tensor, clone_alias, value)
 
 
-def _memory(each: Tensor) -> int | None:
-    return each.untyped_storage().data_ptr() if each.layout is torch.strided else None
+def _storage(tensor: Tensor) -> int | None:
+    # A sparse tensor has no storage of its own. All of them count as one, so as to clone too often
+    # rather than too rarely.
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None

@@ -1,8 +1,8 @@
-"""Weights in the precision of autocast: cast once per update, and not at every use.
+"""Weights in the precision of autocast, cast once per update instead of at every use.
 
-Autocast casts a weight whenever a product or a convolution asks for it: in a pipeline twice a tick,
-forward and recovery, and the gradient back once more. A unit that is given the cast weight instead
-computes the same numbers without that.
+Autocast casts a weight whenever a product or a convolution uses it. In a pipeline that is twice a
+tick, in the forward and in the recovery, and the gradient is cast back once more. A unit that runs
+with the cast weight computes the same numbers without these casts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,82 +11,88 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from redivider._torch_private import TorchDispatchMode
 
 
 class Casts:
-    """Copies of weights in fewer bits.
+    """Low-precision copies of weights.
 
     Args:
-        weights: Those that autocast casts at every use.
-        dtype: To what.
+        weights: Weights that autocast casts at every use.
+        dtype: Dtype of the copies.
     """
 
     def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self.copies = {each: torch.empty_like(each, dtype=dtype) for each in weights}
+        self.copies = {weight: torch.empty_like(weight, dtype=dtype) for weight in weights}
         self._versions: list[int] = []
         refresh([self])
 
-    def standing_in(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """The same weights, with copies in place of those that have one."""
+    def substitute(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weights, with copies in place of those that have one."""
         self.follow()
-        return [self.copies.get(each, each) for each in weights]
+        return [self.copies.get(weight, weight) for weight in weights]
 
-    def note_fresh(self) -> None:
-        """Note that the copies are those of the weights as they are."""
-        self._versions = [each._version for each in self.copies]
+    def mark_fresh(self) -> None:
+        """Record that the copies match the current weights."""
+        self._versions = [weight._version for weight in self.copies]
 
     def distrust(self) -> None:
-        """Cast again before the next use, whatever the weights are."""
+        """Force a cast before the next use, even if no weight seems to have changed."""
         self._versions = [-1]
 
     def follow(self) -> None:
-        """Cast again what somebody else has changed since the last update."""
-        if self._versions != [each._version for each in self.copies]:
+        """Cast again if weights were changed outside of an update, e.g. by the caller."""
+        # Autograd's counter of in-place changes tells, without comparing numbers.
+        if self._versions != [weight._version for weight in self.copies]:
             refresh([self])
 
 
 @torch.no_grad()
 def refresh(casts: Sequence[Casts]) -> None:
-    """After an update, cast all weights once."""
+    """Cast all weights once, after an update."""
     # A weight that two units share has two copies.
-    pairs = [(copy, each) for some in casts for each, copy in some.copies.items()]
+    pairs = [(copy, weight) for cast in casts for weight, copy in cast.copies.items()]
     if pairs:
-        torch._foreach_copy_([copy for copy, _ in pairs], [each for _, each in pairs])
-    for each in casts:
-        each.note_fresh()
+        torch._foreach_copy_([copy for copy, _ in pairs], [weight for _, weight in pairs])
+    for cast in casts:
+        cast.mark_fresh()
 
 
 @contextmanager
 def watching(weights: Sequence[Tensor], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    """Watch a run, uncompiled; what is given is filled with the weights that are always cast."""
-    found: list[Tensor] = []
-    with torch.compiler.set_stance("force_eager"), _Watch(weights, dtype) as watch:
-        yield found
-    found += [each for each in weights if watch.casts(each)]
+    """Watch an uncompiled run for casts to `dtype`.
+
+    Yields:
+        A list, filled on exit with the weights that were cast once and not used otherwise.
+    """
+    always_cast: list[Tensor] = []
+    with torch.compiler.set_stance("force_eager"), _CastWatch(weights, dtype) as watch:
+        yield always_cast
+    always_cast += [weight for weight in weights if watch.only_casts(weight)]
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes who is cast, and who is used as it is."""
+class _CastWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that records which weights are cast, and which are used uncast."""
 
     def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # A run works on stand-ins that share the weights' memory.
-        self._memory = [_memory(each) for each in weights]
+        # A run works on stand-ins that share the weights' memory, so storages are compared.
+        self._storages = [_storage(weight) for weight in weights]
         self._dtype = dtype
         self._cast: list[int] = []
         self._used: set[int] = set()
 
-    def casts(self, weight: Tensor) -> bool:
-        """Whether a weight was cast once, and not used otherwise.
+    def only_casts(self, weight: Tensor) -> bool:
+        """Return whether a weight was cast exactly once, and not used otherwise.
 
-        One that shares its memory is left alone, and one that is cast several times: autograd adds
-        up its gradients in full precision.
+        False for a weight that shares its memory with another one, and for one that is cast several
+        times: there autograd sums the gradients in full precision, and a copy would not.
         """
-        memory = _memory(weight)
-        alone = self._memory.count(memory) == 1
-        return alone and self._cast.count(memory) == 1 and memory not in self._used
+        storage = _storage(weight)
+        is_unshared = self._storages.count(storage) == 1
+        return is_unshared and self._cast.count(storage) == 1 and storage not in self._used
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -94,14 +100,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self._dtype
         if func is not torch.ops.aten.detach.default:
-            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if is_cast:
-                self._cast += map(_memory, tensors)
+                self._cast += map(_storage, tensors)
             else:
-                self._used.update(map(_memory, tensors))
+                self._used.update(map(_storage, tensors))
         return func(*args, **kwargs)
 
 
-def _memory(tensor: Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     storage: int = tensor.untyped_storage()._cdata
     return storage

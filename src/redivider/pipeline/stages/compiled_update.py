@@ -1,7 +1,8 @@
-"""A stage's update, compiled: the optimizer's step and the weights cast anew, in a kernel or two.
+"""Compiled update of a stage: the optimizer's step and the casts of its weights, in few kernels.
 
-The fused kernels of torch's optimizers give a block of threads 65,536 weights, so a stage of few
-weights keeps few blocks busy, for long. In a captured tick that is the end of every branch.
+The fused kernels of torch's optimizers assign 65,536 weights to a block of threads. A stage with
+few weights then keeps few blocks busy, for a long time. In a captured tick every branch ends with
+this update.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from redivider.compiled import own_code
+from redivider.compile import own_code
 from redivider.pipeline.stages.fused_optimizer import has_hooks, rate_dtype
 from redivider.pipeline.stages.gradients import widen
 
@@ -24,10 +25,10 @@ ADAM_SETTINGS = ("betas", "weight_decay", "eps", "amsgrad", "maximize", "decoupl
 
 
 class CompiledUpdate:
-    """Runs the steps of optimizers; groups of parameters that are alike share their graphs.
+    """Compiled steps of SGD, Adam and AdamW; parameter groups of equal signature share a graph.
 
     Args:
-        options: Those of `torch.compile`.
+        options: Options of `torch.compile`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -35,47 +36,57 @@ class CompiledUpdate:
         self._runs: dict[Any, Callable[..., None]] = {}
 
     def step(self, optimizer: Optimizer, copies: dict[Tensor, Tensor]) -> bool:
-        """Do an optimizer's step and cast its weights to their copies; False if it cannot.
+        """Step an optimizer and cast its weights to their copies; return False if it cannot.
 
-        The first step cannot be: it makes the optimizer's state.
+        The first step is one that it cannot do, because it creates the optimizer's state.
+
+        Args:
+            optimizer: The optimizer.
+            copies: Low-precision copies, by weight.
         """
         plans = [_plan(optimizer, group) for group in optimizer.param_groups]
         if has_hooks(optimizer) or any(plan is None for plan in plans):
             return False
-        for group, (run, lists, options) in zip(optimizer.param_groups, plans, strict=True):
+        for group, (run, lists, settings) in zip(optimizer.param_groups, plans, strict=True):
             weights = lists[0]
             if not weights:
                 continue
             device = weights[0].device
             rate = group["lr"]
             if not isinstance(rate, Tensor):
+                # A tensor, so that one compiled graph serves every rate.
                 rate = torch.full((), rate, dtype=rate_dtype(device), device=device)
             fault = getattr(optimizer, "found_inf", None)
             if fault is None:
                 fault = torch.zeros((), device=device)
-            cast = [each for each in weights if each in copies]
-            compiled = self._compiled(run, (weights, cast), repr(options))
-            compiled(*lists, cast, [copies[each] for each in cast], rate, fault, options)
+            cast = [weight for weight in weights if weight in copies]
+            compiled = self._compiled(run, (weights, cast), repr(settings))
+            compiled(*lists, cast, [copies[weight] for weight in cast], rate, fault, settings)
         return True
 
     def widen(self, wide: list[Tensor], narrow: list[Tensor]) -> None:
-        """As gradients.py has it."""
+        """Copy gradients to the precision of their weights, as `gradients.widen` does."""
         self._compiled(widen, (wide, narrow), "")(wide, narrow)
 
     def _compiled(
-        self, run: Callable[..., None], tensors: Sequence[Sequence[Tensor]], others: str
+        self, run: Callable[..., None], tensors: Sequence[Sequence[Tensor]], settings: str
     ) -> Callable[..., None]:
-        looks = tuple((t.shape, t.stride(), t.dtype, t.device) for each in tensors for t in each)
-        kind = (run, tuple(map(len, tensors)), looks, others)
-        if kind not in self._runs:
-            self._runs[kind] = torch.compile(own_code(run), **self._options)
-        return self._runs[kind]
+        """Return the compiled function for tensors of this signature."""
+        signature = tuple(
+            (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            for group in tensors
+            for tensor in group
+        )
+        key = (run, tuple(map(len, tensors)), signature, settings)
+        if key not in self._runs:
+            self._runs[key] = torch.compile(own_code(run), **self._options)
+        return self._runs[key]
 
 
 def _plan(optimizer: Optimizer, group: Group) -> Any:
-    """What runs a group's step, its lists of tensors, and its other settings."""
-    weights = [each for each in group["params"] if each.grad is not None]
-    states = [optimizer.state.get(each, {}) for each in weights]
+    """Return the function of a group's step, its lists of tensors and its settings, or None."""
+    weights = [param for param in group["params"] if param.grad is not None]
+    states = [optimizer.state.get(weight, {}) for weight in weights]
     if type(optimizer) is SGD:
         names = ["momentum_buffer"] if group["momentum"] else []
         settings: tuple[str, ...] = SGD_SETTINGS
@@ -85,13 +96,13 @@ def _plan(optimizer: Optimizer, group: Group) -> Any:
         settings, run = ADAM_SETTINGS, _adam
     else:
         return None
-    lists = [weights, [each.grad for each in weights]]
-    lists += [[each.get(name) for each in states] for name in names]
-    if any(each is None for some in lists for each in some):
+    lists = [weights, [weight.grad for weight in weights]]
+    lists += [[state.get(name) for state in states] for name in names]
+    if any(tensor is None for tensors in lists for tensor in tensors):
         return None
     pairs = zip(states, weights, strict=True)
-    if "step" in names and any(state["step"].device != each.device for state, each in pairs):
-        return None  # they are counted on the host
+    if "step" in names and any(state["step"].device != weight.device for state, weight in pairs):
+        return None  # steps are counted on the host
     return run, lists, {name: group[name] for name in settings}
 
 
@@ -100,18 +111,26 @@ def _plain_sgd(weights: Any, grads: Any, *rest: Any) -> None:
 
 
 def _sgd(
-    weights: Any, grads: Any, moments: Any, cast: Any, copies: Any, rate: Any, fault: Any, by: Any
+    weights: Any,
+    grads: Any,
+    moments: Any,
+    cast: Any,
+    copies: Any,
+    rate: Any,
+    fault: Any,
+    settings: Any,
 ) -> None:
-    grads, rate = _unless(fault, grads, rate)
-    sgd(weights, grads, moments, foreach=True, lr=rate, **by)
+    grads, rate = _zero_on_fault(fault, grads, rate)
+    sgd(weights, grads, moments, foreach=True, lr=rate, **settings)
     if copies:
         torch._foreach_copy_(copies, cast)
 
 
 def _adam(weights: Any, grads: Any, moments: Any, squares: Any, steps: Any, *rest: Any) -> None:
-    *largest, cast, copies, rate, fault, by = rest
-    grads, rate = _unless(fault, grads, rate)
-    (beta1, beta2), others = by["betas"], {k: v for k, v in by.items() if k != "betas"}
+    *largest, cast, copies, rate, fault, settings = rest  # `largest` with amsgrad only
+    grads, rate = _zero_on_fault(fault, grads, rate)
+    beta1, beta2 = settings["betas"]
+    others = {name: value for name, value in settings.items() if name != "betas"}
     lists = weights, grads, moments, squares, largest[0] if largest else [], steps
     run: Any = adam
     run(*lists, foreach=True, capturable=True, lr=rate, beta1=beta1, beta2=beta2, **others)
@@ -119,7 +138,7 @@ def _adam(weights: Any, grads: Any, moments: Any, squares: Any, steps: Any, *res
         torch._foreach_copy_(copies, cast)
 
 
-def _unless(fault: Tensor, grads: list[Tensor], rate: Tensor) -> tuple[list[Tensor], Tensor]:
-    """After a fault a step must change no weight, whatever the gradients are."""
-    sound = fault == 0
-    return [torch.where(sound, each, 0) for each in grads], torch.where(sound, rate, 0)
+def _zero_on_fault(fault: Tensor, grads: list[Tensor], rate: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Zero the gradients and the rate after a fault, so that the step changes no weight."""
+    is_sound = fault == 0
+    return [torch.where(is_sound, grad, 0) for grad in grads], torch.where(is_sound, rate, 0)

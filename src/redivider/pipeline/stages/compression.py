@@ -1,7 +1,7 @@
-"""What numbers become between stages: themselves, bf16, or a byte each with a scale for a sample.
+"""Compression of messages between stages: none, bf16, or int8 with a scale for every sample.
 
-Every boundary of stages rounds, whether or not a process ends there, so that the numbers do not
-depend on the number of processes.
+Every boundary of stages rounds, also one inside a process. So the results do not depend on the
+number of processes.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-LARGEST = 127  # of a signed byte, without the one that has no opposite
+MAX_INT8 = 127  # symmetric: -128, which has no opposite, is left out
 
 
 class Packing:
-    """How the tensors of a message are packed.
+    """Compression of the tensors of a message.
 
     Args:
-        dtype: None for not at all, torch.bfloat16, or torch.int8.
+        dtype: Dtype that is sent: torch.bfloat16, torch.int8, or None for the tensors' own.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -29,30 +29,33 @@ class Packing:
         self.dtype = dtype
 
     def pack(self, tensor: Tensor) -> list[Tensor]:
-        """What travels of a tensor: itself if it is no longer than a packed one would be."""
-        if not self._packs(tensor):
+        """Return the tensors to send: the tensor itself where packing would not shorten it."""
+        if not self._shortens(tensor):
             return [tensor]
         if self.dtype == torch.bfloat16:
             return [tensor.to(torch.bfloat16)]
         wide = tensor.float()
-        scale = wide.abs().amax(dim=tuple(range(1, wide.dim())), keepdim=True) / LARGEST
-        steps = wide / torch.where(scale > 0, scale, 1)  # not a number stays so, by its scale
+        scale = wide.abs().amax(dim=tuple(range(1, wide.dim())), keepdim=True) / MAX_INT8
+        # int8 has no NaN: a sample that holds one arrives as NaN through its scale.
+        steps = wide / torch.where(scale > 0, scale, 1)
         return [steps.round_().to(torch.int8), scale]
 
     def unpack(self, packed: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """What the other side makes of it."""
+        """Return the tensor, rounded, from what `pack` returned."""
         if len(packed) == 1:
             return packed[0].to(dtype)
         steps, scale = packed
         return (steps.float() * scale).to(dtype)
 
     def rounded(self, tree: Any) -> Any:
-        """What arrives of a tree of tensors."""
+        """Return a tree of tensors as it arrives at the other side."""
         if self.dtype is None:
             return tree
-        return tree_map_only(Tensor, lambda each: self.unpack(self.pack(each), each.dtype), tree)
+        return tree_map_only(
+            Tensor, lambda tensor: self.unpack(self.pack(tensor), tensor.dtype), tree
+        )
 
-    def _packs(self, tensor: Tensor) -> bool:
+    def _shortens(self, tensor: Tensor) -> bool:
         if self.dtype is None or not tensor.is_floating_point():
             return False
         is_larger = tensor.dtype.itemsize > self.dtype.itemsize

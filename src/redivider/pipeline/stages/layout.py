@@ -1,8 +1,7 @@
-"""What is kept and what travels is dense: then a copy of it is laid out as it is.
+"""Memory layout of kept and sent tensors: dense, so that a restored copy has the same strides.
 
-A half of a tensor (`Split`) has gaps. Kernels may add in another order where there are gaps than
-where there are none, so that a state that was saved, which has none, would go on by other last bits
-than the pipeline that it was taken of.
+Half of a tensor (`Split`) has gaps in memory. A saved copy of it has none. Kernels may sum in
+another order where there are gaps, so the resumed run would differ in its last bits.
 """
 
 from typing import Any
@@ -13,16 +12,16 @@ from torch.utils._pytree import tree_map_only
 
 
 def dense(tree: Any) -> Any:
-    """The same, its tensors without gaps and in the order of dimensions that they have."""
+    """Return the tree with tensors without gaps; the order of their dimensions in memory stays."""
     if isinstance(tree, Tensor):
         return _dense(tree)
-    if type(tree) is tuple and all(isinstance(each, Tensor) for each in tree):
-        return tuple(map(_dense, tree))  # streams, at almost every call
+    if type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree):
+        return tuple(map(_dense, tree))  # two streams: the common case, without a tree walk
     return tree_map_only(Tensor, _dense, tree)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether it has no gaps, and no number twice."""
+    """Return whether a tensor has no gaps in memory, and no element twice."""
     return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
 
 
@@ -31,8 +30,8 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def order_of(tensor: Tensor) -> list[int]:
-    """Dimensions from the widest stride to the narrowest; 0, 1, 2 and so on where contiguous."""
+    """Return the dimensions from the largest stride to the smallest: 0, 1, ... if contiguous."""
     if tensor.is_contiguous():
         return list(range(tensor.dim()))
     strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda each: (-strides[each], each))
+    return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))

@@ -1,14 +1,19 @@
-"""Weights predicted for the time of the backward.
+"""Look-ahead: a forward by weights that momentum predicts for the time of the backward.
 
-Between the forward and the backward of a micro-batch a stage updates its weights n times. Momentum
-says where they are going: `predict` gives them as n updates with gradients of zero would leave
-them. A forward by those meets, in its backward, weights that are nearer to its own.
+Between the forward and the backward of a micro-batch a stage updates its weights n times. `predict`
+returns the weights that n updates with zero gradients would lead to. So forward and backward run by
+weights that are nearer to each other.
 
-    SGD    w - lr (m + m^2 + ... + m^n) v          v: the momentum, m: its factor
-    Adam   the same with its first moment, each update divided by the second one's root
+    current weights   w0 --update--> w1 --update--> w2 --update--> w3         (n = 3)
+    one micro-batch   forward                                      backward
+      plain           by w0                                        by w3
+      look-ahead      by p, close to w3                            by w3
 
-Chen et al. 2018 (SpecTrain) let the velocity stay as it is; letting it fade was measured better
-here (docs/trade-offs.md).
+    SGD    p = w0 - lr (m + m^2 + ... + m^n) v     v: momentum buffer, m: momentum factor
+    Adam   as SGD with v the first moment, every update divided by the root of the second moment
+
+Chen et al. 2018 (SpecTrain) keep the velocity constant. Here it fades, which measured better
+(docs/trade-offs.md).
 """
 
 from collections.abc import Sequence
@@ -22,10 +27,10 @@ LOOKAHEADS = (None, "momentum")
 
 
 def verify_lookahead(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose next steps nobody knows how to predict."""
+    """Refuse an optimizer whose steps cannot be predicted."""
     kind = type(optimizer)
-    if kind not in _KINDS:
-        known = ", ".join(each.__name__ for each in _KINDS)
+    if kind not in _RULES:
+        known = ", ".join(known_kind.__name__ for known_kind in _RULES)
         raise ValueError(f"lookahead='momentum' knows {known}, not {kind.__name__}")
     if any(group.get("momentum", 1) == 0 for group in optimizer.param_groups):
         raise ValueError("lookahead='momentum' needs SGD with a momentum, got momentum=0")
@@ -33,74 +38,85 @@ def verify_lookahead(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What some parameters will be after so many updates; those that will not move are left out."""
+    """Predicted weights, by parameter, after `num_updates` updates.
+
+    Parameters that will not move are left out.
+    """
 
     num_updates: int
     weights: dict[Tensor, Tensor]
 
     def has_any(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether one of them will move."""
-        return any(each in self.weights for each in parameters)
+        """Return whether one of the parameters will move."""
+        return any(parameter in self.weights for parameter in parameters)
 
 
 def predict(
     optimizer: torch.optim.Optimizer,
     factors: Sequence[float],
-    given: Sequence[Sequence[Tensor]] | None = None,
+    by_group: Sequence[Sequence[Tensor]] | None = None,
 ) -> Prediction:
-    """The parameters as the next updates would leave them if all their gradients were zero.
+    """Predict the parameters after the next updates, as if all gradients were zero.
 
-    Weight decay is left out, and Adam's epsilon is that of the first of them for all. What has no
-    momentum yet, or does not train, stays where it is and is not among the results.
+    Weight decay is ignored, and Adam's epsilon is scaled as in the first of these updates. A
+    parameter that is frozen or has no momentum yet is not predicted.
 
     Args:
         optimizer: SGD, Adam or AdamW.
-        factors: Of the learning rate, for each of these updates.
-        given: The coefficients of each group, where somebody has worked them out already.
+        factors: Factors of the learning rate, one per update.
+        by_group: Coefficients of the parameter groups, if they are known (see `coefficients`).
     """
-    kind, found = _KINDS[type(optimizer)], {}
+    rule, weights = _RULES[type(optimizer)], {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             state = optimizer.state.get(parameter) if parameter.requires_grad else None
-            if not state or not kind.moves(state):
+            if not state or not rule.has_momentum(state):
                 continue
-            numbers: Sequence[Any] = given[index] if given else kind.numbers(group, factors, state)
-            found[parameter] = (parameter - kind.step(group, state, numbers)).detach()
-    return Prediction(len(factors), found)
+            numbers: Sequence[Any] = (
+                by_group[index] if by_group else rule.coefficients(group, factors, state)
+            )
+            weights[parameter] = (parameter - rule.step(group, state, numbers)).detach()
+    return Prediction(len(factors), weights)
 
 
 def coefficients(
     optimizer: torch.optim.Optimizer, factors: Sequence[float], num_done: Sequence[int]
 ) -> list[list[float]]:
-    """What `predict` needs of each group beside its tensors, if it has done so many steps."""
-    kind = _KINDS[type(optimizer)]
+    """Return the coefficients of every group, computed on the host.
+
+    Args:
+        optimizer: SGD, Adam or AdamW.
+        factors: Factors of the learning rate, one per update.
+        num_done: Number of steps that the groups have done.
+    """
+    rule = _RULES[type(optimizer)]
     return [
-        kind.numbers(group, factors, {"step": done})
+        rule.coefficients(group, factors, {"step": done})
         for group, done in zip(optimizer.param_groups, num_done, strict=True)
     ]
 
 
 def steps_done(optimizer: torch.optim.Optimizer) -> list[int] | None:
-    """The steps that each group has done, read on the host; None where its parameters differ."""
-    found = []
+    """Return the number of steps of every group; None if the parameters of a group differ."""
+    num_done = []
     for group in optimizer.param_groups:
-        states = [optimizer.state.get(each, {}) for each in group["params"]]
+        states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
         done = {int(state["step"]) for state in states if "step" in state}
         if len(done) > 1:
             return None
-        found.append(done.pop() if done else 0)
-    return found
+        num_done.append(done.pop() if done else 0)
+    return num_done
 
 
 class _SGD:
-    """The momentum, times the rates of the next updates with its factor to their numbers."""
+    """Momentum buffer times the sum of lr m^i over the next updates i = 1, 2, ..., n."""
 
     @staticmethod
-    def moves(state: dict[str, Any]) -> bool:
+    def has_momentum(state: dict[str, Any]) -> bool:
         return state.get("momentum_buffer") is not None
 
     @staticmethod
-    def numbers(group: dict[str, Any], factors: Sequence[float], state: Any) -> list[float]:
+    def coefficients(group: dict[str, Any], factors: Sequence[float], state: Any) -> list[float]:
         base, momentum = group.get("initial_lr", group["lr"]), group["momentum"]
         total = sum(base * factor * momentum ** (i + 1) for i, factor in enumerate(factors))
         return [total * momentum if group["nesterov"] else total]
@@ -112,20 +128,20 @@ class _SGD:
 
 
 class _Adam:
-    """The same with the first moment, over the root of the second."""
+    """First moment times such a sum, over the root of the second moment."""
 
     @staticmethod
-    def moves(state: dict[str, Any]) -> bool:
+    def has_momentum(state: dict[str, Any]) -> bool:
         return "exp_avg" in state
 
     @staticmethod
-    def numbers(group: dict[str, Any], factors: Sequence[float], state: Any) -> list[Any]:
+    def coefficients(group: dict[str, Any], factors: Sequence[float], state: Any) -> list[Any]:
         first, second = group["betas"]
         base, done = group.get("initial_lr", group["lr"]), state["step"]
         if isinstance(done, Tensor) and not done.is_cuda:
-            done = done.item()  # in double precision; on a device nobody waits for it
-        # The second moment's root in the i-th update is `scales[i]` times that of now; a maximum
-        # stays.
+            done = done.item()  # for double precision; on a GPU this would wait for the device
+        # In the i-th update the root of the second moment is its current value times
+        # `scales[i - 1]`, which includes the bias correction. The maximum of amsgrad does not fade.
         fading = 1.0 if group["amsgrad"] else second
         steps = range(1, len(factors) + 1)
         scales = [(fading**i / (1 - second ** (done + i))) ** 0.5 for i in steps]
@@ -142,7 +158,7 @@ class _Adam:
         return step
 
 
-_KINDS: dict[type, type[_SGD] | type[_Adam]] = {
+_RULES: dict[type, type[_SGD] | type[_Adam]] = {
     torch.optim.SGD: _SGD,
     torch.optim.Adam: _Adam,
     torch.optim.AdamW: _Adam,

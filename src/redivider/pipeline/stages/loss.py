@@ -1,4 +1,4 @@
-"""The loss at the end of a pipeline: forward and gradient in one go."""
+"""Loss at the end of a pipeline: its forward and its gradient in one action."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,23 +9,23 @@ from torch.utils._pytree import tree_map_only
 
 from redivider.arithmetic import Arithmetic
 from redivider.errors import UnitError
-from redivider.pipeline.stages.aliasing import apart
-from redivider.pipeline.stages.gradients import accumulate, may_need
+from redivider.pipeline.stages.aliasing import unaliased
+from redivider.pipeline.stages.gradients import accumulate, is_differentiable
+from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.module_state import load_state, state_of
-from redivider.pipeline.stages.stage import Message, Stage
-from redivider.pipeline.stages.unit import Flow
+from redivider.pipeline.stages.stage import Stage
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.random import Seeded
 from redivider.tree import tensors_of
 
 
 class Loss:
-    """A function or module of (output, target) that returns a loss, or (loss, aux).
+    """Function or module of (output, target) that returns a loss, or (loss, aux).
 
     Args:
-        function: The caller's.
-        index: Its place behind all units; random numbers depend on it.
-        seed: Of the pipeline's random numbers.
+        function: The caller's function or module.
+        index: Index behind all units; random numbers depend on it.
+        seed: Seed of the pipeline's random numbers.
     """
 
     def __init__(self, function: Callable[..., Any], index: int, seed: int) -> None:
@@ -34,7 +34,7 @@ class Loss:
         self._seed = seed
 
     def hang_in(self, stage: Stage) -> None:
-        """Let the last stage own the loss's parameters."""
+        """Add the loss to the last stage's module, so that its optimizer trains the parameters."""
         if any(True for _ in self.module.parameters()):
             if "loss" in stage.module._modules:
                 raise ValueError(
@@ -44,22 +44,28 @@ class Loss:
             stage.module.add_module("loss", self.module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its weights, and their gradients summed so far."""
+        """Return weights, buffers, and the gradients summed so far."""
         return state_of(self.module, self.module)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from such a state."""
+        """Resume from a state."""
         load_state(self.module, state)
 
     def run(
         self, message: Message, arithmetic: Arithmetic, guard: Callable[[Tensor, int], None]
     ) -> tuple[Message, Tensor, Any]:
-        """Turn the model's output into the loss, and its gradient into a message downwards.
+        """Compute the loss of the model's output and its gradients.
 
-        `guard` is given the loss, and the micro-batch, before any of that.
+        Args:
+            message: The model's output and the target.
+            arithmetic: Arithmetic of the streams.
+            guard: Called with the loss and the micro-batch, before the gradients are computed.
+
+        Returns:
+            A message downwards with the gradients of the output, the loss, and aux.
         """
         run, num_values, parameters = self._run(message, arithmetic, Call.only_run)
-        loss, aux = _parted(run.output)
+        loss, aux = _split_result(run.output)
         n, flow = message.microbatch, message.flow
         guard(loss, n)
         grads = _pull_back(run, loss)
@@ -68,41 +74,45 @@ class Loss:
         below = flow if flow.dtype is not None else Flow(None)
         down = Message(n, below, message.autocast, message.side, grads=grads[:num_values])
         aux = tree_map_only(Tensor, Tensor.detach, aux)
-        return down, loss.detach(), apart(aux, (*parameters, *self.module.buffers()))
+        return down, loss.detach(), unaliased(aux, (*parameters, *self.module.buffers()))
 
     def trace(self, message: Message, arithmetic: Arithmetic) -> list[Tensor | None]:
-        """The gradients of the model's output, and nothing else."""
+        """Return the gradients of the model's output, without side effects."""
         run, num_values, _ = self._run(message, arithmetic, Call.rerun)
-        return _pull_back(run, _parted(run.output)[0])[:num_values]
+        return _pull_back(run, _split_result(run.output)[0])[:num_values]
 
     def _run(
-        self, message: Message, arithmetic: Arithmetic, how: Callable[..., Any]
+        self, message: Message, arithmetic: Arithmetic, evaluate: Callable[..., Any]
     ) -> tuple[GraphRun, int, list[Tensor]]:
-        """Run the loss with its graph; how many tensors the output has; the loss's parameters."""
+        """Run the loss with its graph, by a method of `Call`.
+
+        Returns:
+            The run, the number of tensors of the model's output, and the loss's parameters.
+        """
         n, flow = message.microbatch, message.flow
         output = (
             flow.value
             if flow.dtype is None
-            else tuple(arithmetic.real(each, flow.dtype) for each in flow.value)
+            else tuple(arithmetic.real(stream, flow.dtype) for stream in flow.value)
         )
         call, tensors = Call.split(self.module, (output, message.target), {})
         values = tensors_of(output)
-        needs = [may_need(each) for each in values]
+        needs = [is_differentiable(value) for value in values]
         needs += [False] * (len(tensors) - len(values) - len(call.parameters))
-        needs += [each.requires_grad for each in call.parameters]
+        needs += [parameter.requires_grad for parameter in call.parameters]
         randomness = Seeded(self._seed, n, self._index, values[0].device)
         record = Record(call.modules, values[0].device, randomness=randomness)
-        found = how(call, tensors, needs, record=record)
-        run: GraphRun = found[0] if isinstance(found, tuple) else found
+        result = evaluate(call, tensors, needs, record=record)
+        run: GraphRun = result[0] if isinstance(result, tuple) else result
         return run, len(values), call.parameters
 
 
 def _pull_back(run: GraphRun, loss: Tensor) -> list[Tensor | None]:
-    others = len(tensors_of(run.output)) - 1
-    return run.pull_back([torch.ones_like(loss), *[None] * others])
+    num_aux = len(tensors_of(run.output)) - 1  # these have no gradient
+    return run.pull_back([torch.ones_like(loss), *[None] * num_aux])
 
 
-def _parted(result: Any) -> tuple[Tensor, Any]:
+def _split_result(result: Any) -> tuple[Tensor, Any]:
     is_pair = isinstance(result, tuple | list) and len(result) == 2
     loss, aux = result if is_pair else (result, None)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
@@ -121,6 +131,8 @@ def _parted(result: Any) -> tuple[Tensor, Any]:
 
 
 class _Function(nn.Module):
+    """Module of a plain function."""
+
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self._function = function

@@ -1,6 +1,6 @@
-"""What the state of a pipeline has of a module: weights, buffers, and gradients summed so far.
+"""State of a module in the state of a pipeline: weights, buffers, and gradients summed so far.
 
-Buffers that the module's own state_dict leaves out are in it too where they may move.
+It includes buffers that the module's own state_dict leaves out, if a run may change them.
 """
 
 from typing import Any
@@ -12,17 +12,22 @@ from redivider.replay.buffers import leaves_buffers_alone
 
 
 def state_of(module: nn.Module, inner: nn.Module) -> dict[str, Any]:
-    """All of it; `inner` is what runs, the module itself or a coupling's function."""
+    """Return the state of a module.
+
+    Args:
+        module: The module.
+        inner: The module that runs: `module` itself, or a coupling's f.
+    """
     state: dict[str, Any] = {
         "weights": module.state_dict(),
         "gradients": {n: p.grad for n, p in module.named_parameters() if p.grad is not None},
     }
-    moving = {} if leaves_buffers_alone(inner) else _unsaved_buffers(module)
-    return state | {"buffers": moving} if moving else state
+    buffers = {} if leaves_buffers_alone(inner) else _unsaved_buffers(module)
+    return state | {"buffers": buffers} if buffers else state
 
 
 def load_state(module: nn.Module, state: dict[str, Any]) -> None:
-    """Let a module go on from such a state."""
+    """Load a state into a module."""
     module.load_state_dict(state["weights"])
     _load_buffers(module, state.get("buffers", {}))
     for name, parameter in module.named_parameters():
@@ -30,27 +35,30 @@ def load_state(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def places_of_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The module that has a buffer, and its name there; also of those that are None for now."""
+    """Return, by full name, the submodule of every buffer and the buffer's name in it.
+
+    Buffers that are None are included.
+    """
     return {
-        f"{path}.{name}" if path else name: (each, name)
-        for path, each in module.named_modules()
-        for name in each._buffers
+        f"{path}.{name}" if path else name: (submodule, name)
+        for path, submodule in module.named_modules()
+        for name in submodule._buffers
     }
 
 
 def _unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
     saved = module.state_dict().keys()
-    return {name: each for name, each in module.named_buffers() if name not in saved}
+    return {name: buffer for name, buffer in module.named_buffers() if name not in saved}
 
 
 @torch.no_grad()
 def _load_buffers(module: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Put buffers back, whatever has come to be in their place."""
+    """Restore buffers, also those that have another shape or dtype now, or are None."""
     places = places_of_buffers(module) if saved else {}
     for path, value in saved.items():
-        holder, name = places[path]
-        now = holder._buffers[name]
-        if now is None or (now.shape, now.dtype) != (value.shape, value.dtype):
-            holder._buffers[name] = value
+        submodule, name = places[path]
+        buffer = submodule._buffers[name]
+        if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+            submodule._buffers[name] = value
         else:
-            now.copy_(value)
+            buffer.copy_(value)

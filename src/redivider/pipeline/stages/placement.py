@@ -1,4 +1,4 @@
-"""Units at their places: which stage each is in, and what it follows."""
+"""Placement of units: which stage a unit is in, and what it needs to know of its neighbours."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -7,20 +7,29 @@ from typing import Any, Literal
 
 from torch import nn
 
+from redivider._torch_private import has_call_hooks, has_grad_hooks
 from redivider.arithmetic import Arithmetic
 from redivider.chain import name_unit
 from redivider.coupling import Coupling
 from redivider.errors import UnitError
 from redivider.pipeline.methods import Method
 from redivider.pipeline.partition import count_costs, cut_evenly, loads_of
+from redivider.pipeline.stages.coupling_unit import CouplingUnit
+from redivider.pipeline.stages.junction_unit import JunctionUnit
 from redivider.pipeline.stages.stage import Stage
-from redivider.pipeline.stages.unit import Unit
+from redivider.pipeline.stages.unit import Place, Unit
 
 
 def resolve_cut(
     units: dict[str, nn.Module], stages: int | Sequence[int] | str, example: Any
 ) -> tuple[list[int], list[float]]:
-    """The sizes of the stages, and what each of them costs."""
+    """Return the sizes of the stages, and their costs.
+
+    Args:
+        units: Units of the model, by name.
+        stages: Number of stages, a list of sizes, or "auto" for one unit per stage.
+        example: Input on which the work of the units is counted; None to count units.
+    """
     by = "units" if example is None else "work"
     costs = count_costs(list(units.values()), by, example)
     if isinstance(stages, str):
@@ -49,36 +58,48 @@ def place_units(
     seed: int,
     own: range,
 ) -> dict[str, Unit]:
-    """Give every unit of the stages that are here what it must know of its place."""
+    """Build the units of this process's stages, and tell them their places in the pipeline.
+
+    Args:
+        units: All units of the model, by name.
+        cut: Sizes of all stages.
+        method: Training method.
+        arithmetic: Arithmetic of the streams.
+        seed: Seed of the random numbers.
+        own: Stages of this process.
+    """
     modules = list(units.values())
-    last = len(modules) - cut[-1]  # the first unit of the last stage
-    here = units_of_stages(cut, own)
+    first_of_last_stage = len(modules) - cut[-1]
+    own_units = units_of_stages(cut, own)
     for index, (name, module) in enumerate(units.items()):
-        if index in here:
+        if index in own_units:
             verify_hooks(name_unit(index, module, name), module)
-    return {
-        name: Unit(
-            module,
+    placed: dict[str, Unit] = {}
+    for index, (name, module) in enumerate(units.items()):
+        if index not in own_units:
+            continue
+        place = Place(
             index,
             name_unit(index, module, name),
-            method=method,
-            arithmetic=arithmetic,
-            seed=seed,
+            method,
+            seed,
             follows=_kind(modules[index - 1]) if index else "nothing",
-            at_the_end=index >= last,
+            in_last_stage=index >= first_of_last_stage,
         )
-        for index, (name, module) in enumerate(units.items())
-        if index in here
-    }
+        if isinstance(module, Coupling):
+            placed[name] = CouplingUnit(module, place, arithmetic)
+        else:
+            placed[name] = JunctionUnit(module, place, arithmetic)
+    return placed
 
 
 def units_of_stages(cut: Sequence[int], stages: range) -> range:
-    """The indices of the units of consecutive stages."""
+    """Return the indices of the units of consecutive stages."""
     return range(sum(cut[: stages.start]), sum(cut[: stages.stop]))
 
 
 def group_units(units: dict[str, Unit], cut: Sequence[int], own: range) -> list[Stage]:
-    """Make those stages of a cut that are here."""
+    """Build this process's stages from its units."""
     named = list(units.items())
     sizes = cut[own.start : own.stop]
     return [
@@ -88,17 +109,18 @@ def group_units(units: dict[str, Unit], cut: Sequence[int], own: range) -> list[
 
 
 def verify_hooks(name: str, module: nn.Module) -> None:
-    """Refuse what a pipeline would pass by: it adds up gradients, and couples streams, itself."""
-    if any(
-        each._backward_hooks or each._post_accumulate_grad_hooks for each in module.parameters()
-    ):
+    """Refuse hooks that a pipeline would not call.
+
+    A pipeline sums gradients and couples streams itself, so neither the hooks of a parameter nor
+    those of a coupling would run.
+    """
+    if any(has_grad_hooks(parameter) for parameter in module.parameters()):
         raise UnitError(
             f"{name}: a parameter has a hook for its gradient, which a pipeline would not call; a "
             "hook of the stage's optimizer (register_step_pre_hook) sees all gradients"
         )
     if isinstance(module, Coupling):
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-        if any(hooks) or module._backward_pre_hooks:
+        if has_call_hooks(module):
             raise UnitError(f"{name}: has hooks, which a pipeline would not call; give them to f")
         if type(module).forward is not Coupling.forward:
             raise UnitError(f"{name}: has a forward of its own, which a pipeline would not call")
@@ -107,7 +129,7 @@ def verify_hooks(name: str, module: nn.Module) -> None:
 def verify_unshared(
     units: dict[str, nn.Module], cut: Sequence[int], loss: Callable[..., Any]
 ) -> None:
-    """Refuse a parameter that two stages would train: they do so at different times."""
+    """Refuse a parameter that two stages share, because they update at different times."""
     named = list(units.items())
     if isinstance(loss, nn.Module):
         named.append(("loss", loss))

@@ -1,8 +1,14 @@
-"""Inputs of micro-batches in flight, in memory that stays where it is.
+"""Ring buffer of a unit's inputs, for micro-batches in flight in a captured tick.
 
-A captured tick reads and writes the same addresses whenever it is replayed. So what a unit keeps
-for as many ticks as its delay goes into a ring of slots, and the host tells the device which slot
-to fill and which one to read (runners/control.py).
+A CUDA graph reads and writes fixed addresses, but a unit keeps an input for as many ticks as its
+delay. So inputs go into a ring of slots, and before every replay the host writes to the device
+which slot to fill and which one to read (runners/control.py). With a delay of 3 ticks:
+
+    micro-batch     micro-batch whose input is in slot
+    forwarded       0         1         2         3
+    5               4         5 put     2 taken   3
+    6               4         5         6 put     3 taken
+    7               4 taken   5         6         7 put
 """
 
 from collections.abc import Sequence
@@ -14,60 +20,63 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class Ring:
-    """Slots for the inputs of one unit.
+    """Ring buffer of the inputs of one unit.
 
     Args:
-        values: Those in flight, in order; all alike.
-        first: The micro-batch of the first one.
-        slots: Two numbers on the device: the slot that a tick fills, and the one that it reads.
+        values: Inputs in flight, in order, of equal structure, shapes, strides and dtypes.
+        first: Micro-batch of the first one.
+        slots: Two integers on the device: the slot that a tick fills, and the one that it reads.
     """
 
     def __init__(self, values: Sequence[Any], first: int, slots: Tensor) -> None:
         leaves, self._spec = tree_flatten(values[0])
-        self._size = len(values) + 1  # a forward may come before the backward of the same tick
-        self._filled, self._read = slots[:1], slots[1:]
-        # One that is dense keeps its strides: channels_last stays what it is.
-        self._like = [torch.empty_like(each, device="meta") for each in leaves]
+        self._size = len(values) + 1  # a tick may put one input before it takes another
+        self._fill_slot, self._read_slot = slots[:1], slots[1:]
+        # Of a dense tensor `empty_like` keeps the strides, so channels_last stays channels_last.
+        self._like = [torch.empty_like(leaf, device="meta") for leaf in leaves]
         self._memory = [
-            torch.zeros((self._size, each.numel()), dtype=each.dtype, device=each.device)
-            for each in leaves
+            torch.zeros((self._size, leaf.numel()), dtype=leaf.dtype, device=leaf.device)
+            for leaf in leaves
         ]
         self.fill(values, first)
 
     def fill(self, values: Sequence[Any], first: int) -> None:
-        """Take in what is in flight."""
+        """Copy the inputs in flight to their slots, outside of a captured tick."""
         for index, value in enumerate(values):
-            for memory, each in zip(self._memory, self._flat(value), strict=True):
-                memory[self.slot(first + index)].copy_(each)
+            for memory, flat in zip(self._memory, self._flatten(value), strict=True):
+                memory[self.slot(first + index)].copy_(flat)
 
     def slot(self, microbatch: int) -> int:
-        """Where a micro-batch's input lies."""
+        """Return the slot of a micro-batch's input."""
         return microbatch % self._size
 
     def get(self, microbatch: int) -> Any:
-        """A copy of what a micro-batch has left, by the host's own count."""
+        """Return a copy of a micro-batch's input, outside of a captured tick."""
         slot = self.slot(microbatch)
-        return self._shaped([memory[slot].clone() for memory in self._memory])
+        return self._unflatten([memory[slot].clone() for memory in self._memory])
 
     def put(self, value: Any) -> None:
-        """Keep an input, in a tick that is being recorded."""
-        for memory, each in zip(self._memory, self._flat(value), strict=True):
-            memory.index_copy_(0, self._filled, each.unsqueeze(0))
+        """Copy an input to the slot to fill, in a tick that is being captured."""
+        # Slots are read on the device: an index on the host would be a constant of the graph.
+        for memory, flat in zip(self._memory, self._flatten(value), strict=True):
+            memory.index_copy_(0, self._fill_slot, flat.unsqueeze(0))
 
     def take(self) -> Any:
-        """Get the one back that is due, in a tick that is being recorded."""
-        found = [memory.index_select(0, self._read).squeeze(0) for memory in self._memory]
-        return self._shaped(found)
+        """Return the input in the slot to read, in a tick that is being captured."""
+        rows = [memory.index_select(0, self._read_slot).squeeze(0) for memory in self._memory]
+        return self._unflatten(rows)
 
-    def _flat(self, value: Any) -> list[Tensor]:
-        flat = []
-        for each, like in zip(tree_flatten(value)[0], self._like, strict=True):
-            if each.stride() != like.stride():
-                each = torch.empty_like(like, device=each.device).copy_(each)
-            flat.append(each.detach().as_strided((each.numel(),), (1,)))
-        return flat
+    def _flatten(self, value: Any) -> list[Tensor]:
+        """Return the tensors of a value as vectors, in the order of memory."""
+        rows = []
+        for leaf, like in zip(tree_flatten(value)[0], self._like, strict=True):
+            if leaf.stride() != like.stride():
+                leaf = torch.empty_like(like, device=leaf.device).copy_(leaf)
+            rows.append(leaf.detach().as_strided((leaf.numel(),), (1,)))
+        return rows
 
-    def _shaped(self, flat: Sequence[Tensor]) -> Any:
-        pairs = zip(flat, self._like, strict=True)
-        shaped = [each.as_strided(like.shape, like.stride()) for each, like in pairs]
-        return tree_unflatten(shaped, self._spec)
+    def _unflatten(self, rows: Sequence[Tensor]) -> Any:
+        """Return the value, with shapes and strides of its own, from such vectors."""
+        pairs = zip(rows, self._like, strict=True)
+        leaves = [row.as_strided(like.shape, like.stride()) for row, like in pairs]
+        return tree_unflatten(leaves, self._spec)

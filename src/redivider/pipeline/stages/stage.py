@@ -1,79 +1,31 @@
-"""PETRA's Algorithm 1, seen by one worker: forward, backward, accumulate, update.
+"""Stage of a pipeline: PETRA's Algorithm 1 for one worker.
 
-A stage works by the weights as they were when the tick began; its update comes last.
+In a tick it runs the forward of a new micro-batch and the backward of an old one, both by the
+weights that it had when the tick began. After `accumulate` backward passes an update ends the tick.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from redivider.errors import UnitError, naming
 from redivider.pipeline.stages.casts import refresh
-from redivider.pipeline.stages.compiled_update import CompiledUpdate
-from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.fused_optimizer import unfused_where_new
-from redivider.pipeline.stages.layout import dense
 from redivider.pipeline.stages.lookahead import Prediction, predict
-from redivider.pipeline.stages.unit import Flow, Unit
-from redivider.replay.autocast import Autocast
+from redivider.pipeline.stages.message import Message
+from redivider.pipeline.stages.unit import Unit
 
-
-@dataclass
-class Message:
-    """What a micro-batch carries between stages: its target upwards, gradients downwards."""
-
-    microbatch: int
-    flow: Flow
-    autocast: Autocast
-    side: dict[str, Any] = field(default_factory=dict)
-    target: Any = None
-    grads: list[Tensor | None] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.flow = Flow(dense(self.flow.value), self.flow.dtype)
-        self.grads = [each if each is None else dense(each) for each in self.grads]
-
-    def cloned(self, microbatch: int) -> "Message":
-        """The same in memory of its own, as of another micro-batch."""
-        value, side, target, grads = tree_map_only(
-            Tensor, Tensor.clone, (self.flow.value, self.side, self.target, self.grads)
-        )
-        flow = Flow(value, self.flow.dtype)
-        return Message(microbatch, flow, self.autocast, side, target, grads)
-
-    def rounded(self, packing: Packing) -> "Message":
-        """What arrives of it at the next stage."""
-        if packing.dtype is None:
-            return self
-        flow = Flow(packing.rounded(self.flow.value), self.flow.dtype)
-        return replace(self, flow=flow, grads=packing.rounded(self.grads))
-
-    def state_dict(self) -> dict[str, Any]:
-        """As plain data and tensors; what it has of its micro-batch is saved with that."""
-        return {
-            "microbatch": self.microbatch,
-            "value": self.flow.value,
-            "dtype": self.flow.dtype,
-            "grads": self.grads,
-        }
-
-    @classmethod
-    def from_state(
-        cls, state: dict[str, Any], autocast: Autocast, side: dict[str, Any], target: Any
-    ) -> "Message":
-        """Build it again."""
-        flow = Flow(state["value"], state["dtype"])
-        return cls(state["microbatch"], flow, autocast, side, target, state["grads"])
+if TYPE_CHECKING:
+    from redivider.pipeline.stages.compiled_update import CompiledUpdate
 
 
 @dataclass(frozen=True)
 class Clip:
-    """The largest norm that a gradient may have, over its own stage or over all of them."""
+    """Largest norm of the gradient of a stage, or of all stages together."""
 
     norm: float
     over: Literal["stage", "all"] = "stage"
@@ -81,24 +33,24 @@ class Clip:
 
 @dataclass
 class Ahead:
-    """What a stage must know to predict its weights."""
+    """Settings of look-ahead, by which a stage predicts its weights."""
 
     accumulate: int
     factor: Callable[[int], float]
-    """Of the learning rate, by the number of an update."""
-    given: Sequence[Sequence[Tensor]] | None = None
-    """Where the host puts the coefficients of a prediction, in a tick that is recorded."""
+    """Factor of the learning rate, by the index of an update."""
+    coefficients: Sequence[Sequence[Tensor]] | None = None
+    """Coefficients of the parameter groups on the device, in a captured tick (see `predict`)."""
 
 
 class Stage:
     """Consecutive units with their optimizer.
 
-    `module` holds the caller's own units under the names they have in the uncut model, so the names
-    of its parameters are the model's. It is a bare module, so that no name is taken.
+    `module` holds the caller's own units under their names in the uncut model, so that its
+    parameters have the model's names. It is a bare `nn.Module`: no attribute hides a unit's name.
 
     Args:
-        index: Its place in the pipeline.
-        units: The units by their names in the model.
+        index: Index in the pipeline.
+        units: Units, by their names in the model.
     """
 
     def __init__(self, index: int, units: dict[str, Unit]) -> None:
@@ -107,31 +59,31 @@ class Stage:
         self.units = list(units.values())
         self.module = nn.Module()
         for name, unit in units.items():
-            hang(self.module, name, unit.module)
+            _add_submodule(self.module, name, unit.module)
         self.optimizer: torch.optim.Optimizer | None = None
         self.num_updates = 0
         self.num_pending = 0
         """Backward passes since the last update."""
         parameters: list[Tensor] = [*self.module.parameters()] or [torch.empty(0)]
-        kinds = {each.dtype for each in parameters if each.requires_grad} or {torch.float32}
-        dtype = reduce(torch.promote_types, kinds)
+        dtypes = {param.dtype for param in parameters if param.requires_grad} or {torch.float32}
+        dtype = reduce(torch.promote_types, dtypes)
         self.norm = torch.zeros((), dtype=dtype, device=parameters[0].device)
-        """Of the gradient at the last update, before clipping."""
+        """Norm of the gradient at the last update, before clipping."""
         self.compiled_update: CompiledUpdate | None = None
         self.average: Callable[[nn.Module], None] | None = None
-        """Averages gradients, and running statistics, over replicas, where there are some."""
+        """Function that averages gradients and running statistics over replicas, if any."""
         self.ahead: Ahead | None = None
-        """How far a forward looks ahead, if it does."""
+        """Settings of look-ahead; None without it."""
         self._predicted: tuple[Any, Prediction | None] = (None, None)
 
     def forward_weights(self, unit: Unit) -> Sequence[Tensor]:
-        """The weights by which a forward would run a unit now."""
+        """Return the weights that the next forward of a unit uses."""
         ahead = self._predict()
-        found = {} if ahead is None else ahead.weights
-        return [found.get(each, each) for each in unit.parameters]
+        predicted = {} if ahead is None else ahead.weights
+        return [predicted.get(param, param) for param in unit.parameters]
 
     def run_forward(self, message: Message) -> Message:
-        """Forward a new micro-batch; return what goes to the next stage."""
+        """Run the forward of a new micro-batch; return the message to the next stage."""
         n, flow = message.microbatch, message.flow
         ahead = self._predict()
         with message.autocast.again():
@@ -141,7 +93,7 @@ class Stage:
         return Message(n, flow, message.autocast, message.side, message.target)
 
     def run_backward(self, message: Message) -> Message:
-        """Take an old micro-batch back; return what goes to the stage before."""
+        """Run the backward of an old micro-batch; return the message to the previous stage."""
         n, flow, grads = message.microbatch, message.flow, message.grads
         for unit in reversed(self.units):
             with naming(self._where(unit.name, n)):
@@ -151,25 +103,25 @@ class Stage:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The groups of parameters of its optimizer, if it has one."""
+        """Parameter groups of the optimizer; none without an optimizer."""
         return [] if self.optimizer is None else self.optimizer.param_groups
 
     def divide_rates(self, by: float) -> None:
-        """Let its optimizer be as if it had been made with smaller learning rates."""
+        """Divide the initial learning rates, as if the optimizer had been built with them."""
         for group in self.groups:
-            for key in ("lr", "initial_lr"):  # the second one is a scheduler's
+            for key in ("lr", "initial_lr"):  # "initial_lr" is set by a scheduler of torch
                 if key in group:
                     group[key] = group[key] / by
 
     def rates(self, factor: float) -> list[float]:
-        """The learning rates of its groups, a multiple of what they were made with."""
+        """Return the learning rates of the groups: their initial ones, times a factor."""
         for group in self.groups:
             if "initial_lr" not in group:
-                group["initial_lr"] = float(group["lr"])  # a tensor changes with the rate itself
+                group["initial_lr"] = float(group["lr"])  # a tensor would change with "lr"
         return [group["initial_lr"] * factor for group in self.groups]
 
     def set_rate(self, factor: float) -> None:
-        """Set the learning rates to a multiple of what they were made with."""
+        """Set the learning rates to the initial ones, times a factor."""
         for group, rate in zip(self.groups, self.rates(factor), strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
@@ -180,13 +132,13 @@ class Stage:
         """Average the summed gradients, clip them, and step the optimizer.
 
         Args:
-            clip: How gradients are clipped, if at all.
-            other_norms: Of the other stages' gradients at their last updates.
+            clip: Largest norm of the gradient; None for no clipping.
+            other_norms: Norms of the other stages' gradients at their last updates.
         """
         if self.average is not None:
             self.average(self.module)
-        trained = [each for group in self.groups for each in group["params"]]
-        grads = [each.grad for each in trained if each.grad is not None]
+        trained = [param for group in self.groups for param in group["params"]]
+        grads = [param.grad for param in trained if param.grad is not None]
         if self.optimizer is None and any(p.grad is not None for p in self.module.parameters()):
             raise UnitError(
                 f"stage {self.index} had nothing to train when the pipeline was made, so it has no "
@@ -198,35 +150,37 @@ class Stage:
             self._clip(grads, clip, other_norms)
         for unit in self.units:
             if unit.weights.stash:
-                unit.weights.stash.advance()
+                unit.weights.stash.advance()  # before the step overwrites the weights
         if self.optimizer is not None:
             self._step(self.optimizer)
-            self.module.zero_grad()  # the optimizer may not have all of them
+            # The module's, not the optimizer's, which may not have all parameters.
+            self.module.zero_grad()
         self.num_pending = 0
         self.num_updates += 1
 
     def state_dict_of_training(self) -> dict[str, Any]:
-        """Counters, and the optimizer's state by the names of the parameters."""
+        """Return the counters, and the optimizer's state by the names of the parameters."""
         state: dict[str, Any] = {
             "num_updates": self.num_updates,
             "num_pending": self.num_pending,
             "norm": float(self.norm),
         }
         if self.optimizer is not None:
-            names = {id(each): name for name, each in self.module.named_parameters()}
+            names = {id(param): name for name, param in self.module.named_parameters()}
             state["kind"] = type(self.optimizer).__name__
             state["groups"] = [
                 {k: v for k, v in group.items() if k != "params"}
-                | {"names": [names[id(each)] for each in group["params"]]}
+                | {"names": [names[id(param)] for param in group["params"]]}
                 for group in self.optimizer.param_groups
             ]
-            every = self.optimizer.state.items()
-            state["optimizer"] = {names[id(p)]: dict(s) for p, s in every if id(p) in names}
-            state["beside"] = {key: value for key, value in every if not isinstance(key, Tensor)}
+            items = self.optimizer.state.items()
+            state["optimizer"] = {names[id(p)]: dict(s) for p, s in items if id(p) in names}
+            # Some optimizers also keep state that belongs to no parameter.
+            state["beside"] = {key: value for key, value in items if not isinstance(key, Tensor)}
         return state
 
     def load_training(self, state: dict[str, Any]) -> None:
-        """Continue from such a state."""
+        """Resume from a state that `state_dict_of_training` returned."""
         self.num_updates = state["num_updates"]
         self.num_pending = state["num_pending"]
         self.norm = torch.full_like(self.norm, state["norm"])
@@ -252,55 +206,56 @@ class Stage:
 
     @torch.no_grad()
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        casts = [each for unit in self.units for each in unit.weights.casts.values()]
-        copies = {each: copy for some in casts for each, copy in some.copies.items()}
-        if len(copies) < sum(len(each.copies) for each in casts):
-            copies = {}  # some weights have two
-        done = self.compiled_update is not None and self.compiled_update.step(optimizer, copies)
-        if not done:
+        """Step the optimizer, and cast the new weights for autocast."""
+        casts = [cast for unit in self.units for cast in unit.weights.casts.values()]
+        copies = {weight: copy for cast in casts for weight, copy in cast.copies.items()}
+        if len(copies) < sum(len(cast.copies) for cast in casts):
+            copies = {}  # a weight with two copies; a compiled update casts to one only
+        is_done = self.compiled_update is not None and self.compiled_update.step(optimizer, copies)
+        if not is_done:
             with unfused_where_new(optimizer):
                 optimizer.step()
-        if done and copies:  # the update has cast them itself
-            for each in casts:
-                each.note_fresh()
+        if is_done and copies:  # the compiled update has cast the weights, too
+            for cast in casts:
+                cast.mark_fresh()
         else:
             refresh(casts)
 
     @property
     def num_ahead(self) -> int:
-        """Updates until what is forwarded now comes back; 0 if forwards do not look ahead."""
+        """Updates between the next forward and its backward; 0 without look-ahead."""
         if self.ahead is None or self.optimizer is None:
             return 0
-        # All that is in flight here comes back before it.
+        # All micro-batches in flight in this stage have their backward before.
         return (self.num_pending + len(self.units[0].kept)) // self.ahead.accumulate
 
     def factors(self, num: int) -> list[float]:
-        """Of the learning rate, for as many updates from now on."""
+        """Return the factors of the learning rate for the next `num` updates."""
         assert self.ahead is not None
         first = self.num_updates
         return [self.ahead.factor(update) for update in range(first, first + num)]
 
     def forget_prediction(self) -> None:
-        """Predict anew, though nothing that is counted has changed."""
+        """Drop the cached prediction, for changes that its key does not show."""
         self._predicted = (None, None)
 
     def _predict(self) -> Prediction | None:
-        """The weights of the time when what is forwarded now comes back, where they are others."""
+        """Return the weights predicted for the backward of the next forward, cached by a key."""
         if self.ahead is None or self.optimizer is None:
             return None
         num = self.num_ahead
-        made, found = self._predicted
-        # Somebody may have changed weights, or frozen some, between two updates.
-        trained = [each for group in self.groups for each in group["params"]]
-        now = self.num_updates, num, [(each._version, each.requires_grad) for each in trained]
-        if found is None or made != now:
-            found = None
-            self.forget_prediction()  # its memory is free before another is taken
-            found = Prediction(0, {})
+        cached_key, prediction = self._predicted
+        # The caller may have changed weights, or frozen some, between two updates.
+        trained = [param for group in self.groups for param in group["params"]]
+        key = self.num_updates, num, [(param._version, param.requires_grad) for param in trained]
+        if prediction is None or cached_key != key:
+            prediction = None
+            self.forget_prediction()  # free its memory before the new one is allocated
+            prediction = Prediction(0, {})
             if num:
-                found = predict(self.optimizer, self.factors(num), self.ahead.given)
-            self._predicted = (now, found)
-        return found
+                prediction = predict(self.optimizer, self.factors(num), self.ahead.coefficients)
+            self._predicted = (key, prediction)
+        return prediction
 
     def _clip(self, grads: Sequence[Tensor], clip: Clip, other_norms: Iterable[Tensor]) -> None:
         if not grads:
@@ -308,19 +263,19 @@ class Stage:
             return
         total = self.norm = torch.nn.utils.get_total_norm(grads)
         if clip.over == "all":
-            total = torch.stack([total, *(each.to(total) for each in other_norms)]).norm()
-        # Always multiplied, by 1 mostly: nobody waits for the norm.
+            total = torch.stack([total, *(norm.to(total) for norm in other_norms)]).norm()
+        # Always multiply, mostly by 1: a branch on the norm would wait for the device.
         torch._foreach_mul_(list(grads), (clip.norm / total).clamp(max=1))
 
     def _where(self, unit: str, microbatch: int) -> str:
         return f"stage {self.index}, {unit}, micro-batch {microbatch}"
 
 
-def hang(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Make a module reachable under a dotted name."""
+def _add_submodule(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Add a module under a dotted name, with empty modules on the path to it."""
     *path, last = name.split(".")
-    for step in path:
-        if step not in root._modules:
-            root.add_module(step, nn.Module())
-        root = root.get_submodule(step)
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
     root.add_module(last, module)

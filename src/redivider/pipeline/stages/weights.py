@@ -1,8 +1,11 @@
-"""The weights by which a unit runs: those of now, old ones, predicted ones, or ones cast before.
+"""Weights that a unit runs with: current, stashed, predicted, or cast for autocast.
 
-A method says whether the backward of a micro-batch sees the weights of its forward, which are then
-kept, or those of now. Look-ahead gives a forward the weights that momentum predicts. Under autocast
-the weights of now may be there in its precision already.
+    weights of the method    forward                 backward of the same micro-batch
+    current                  current, or predicted   current
+    stashed                  current, or predicted   those of the forward
+
+Predicted weights come with look-ahead (lookahead.py), stashed ones from a `Stash` (methods.py).
+Under autocast the current weights of an unstashed unit are used in its precision (casts.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +18,15 @@ from redivider.pipeline.methods import Stash, Version
 from redivider.pipeline.stages.casts import Casts, watching
 from redivider.pipeline.stages.lookahead import Prediction
 
-NOW: Version = (0, 0)  # where no version is kept
+UNVERSIONED: Version = (0, 0)  # of units without a stash, which only have current weights
 
 
 class Weights:
-    """Those of one unit.
+    """Weights of one unit.
 
     Args:
-        parameters: The unit's own.
-        stashes: Whether backwards see the weights of their forwards.
+        parameters: Parameters of the unit.
+        stashes: Whether a backward uses the weights of its forward, not the current ones.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, stashes: bool) -> None:
@@ -34,44 +37,58 @@ class Weights:
     def of_forward(
         self, dtype: torch.dtype | None, ahead: Prediction | None, *, with_graph: bool
     ) -> tuple[Sequence[Tensor], Version]:
-        """The weights of a forward, and what its backward will ask for.
+        """Return the weights of a forward, and their version, which the backward will ask for.
 
         Args:
-            dtype: To what autocast casts, if it does.
-            ahead: What is predicted of them.
-            with_graph: Whether a graph will hold on to them.
+            dtype: Dtype to which autocast casts; None without autocast.
+            ahead: Predicted weights; None without look-ahead.
+            with_graph: Whether a graph will refer to the weights until the backward.
         """
         if ahead is not None and ahead.has_any(self.parameters):
-            others = [ahead.weights.get(each, each) for each in self.parameters]
+            predicted = [ahead.weights.get(param, param) for param in self.parameters]
             if self.stash is None:
-                return others, NOW
-            # Those that momentum does not move may still be updated.
-            pairs = zip(others, self.parameters, strict=True)
-            others = [each.detach().clone() if each is own else each for each, own in pairs]
-            return others, self.stash.borrow(ahead.num_updates, others)
+                return predicted, UNVERSIONED
+            # A parameter that is not predicted may still be updated, so it is copied.
+            pairs = zip(predicted, self.parameters, strict=True)
+            predicted = [
+                weight.detach().clone() if weight is param else weight for weight, param in pairs
+            ]
+            return predicted, self.stash.borrow(ahead.num_updates, predicted)
         if self.stash is None:
-            return self.of_backward(NOW, dtype), NOW
+            return self.of_backward(UNVERSIONED, dtype), UNVERSIONED
         version = self.stash.borrow()
+        # A graph does not survive an update in place, so it gets a copy at once.
         return self.stash.pin() if with_graph else self.parameters, version
 
     def of_backward(self, version: Version, dtype: torch.dtype | None) -> Sequence[Tensor]:
-        """The weights of the backward of a forward that had this version."""
+        """Return the weights of a backward.
+
+        Args:
+            version: Version that `of_forward` returned for the micro-batch.
+            dtype: Dtype to which autocast casts; None without autocast.
+        """
         if self.stash:
             return self.stash.weights(version)
         casts = None if dtype is None else self.casts.get(dtype)
-        return self.parameters if casts is None else casts.standing_in(self.parameters)
+        return self.parameters if casts is None else casts.substitute(self.parameters)
 
     def give_back(self, version: Version) -> None:
-        """That backward is done."""
+        """Release a version, after the backward that needed it."""
         if self.stash:
             self.stash.give_back(version)
 
     def learn_casts(
         self, dtype: torch.dtype | None, ahead: Prediction | None, run: Callable[[], Any]
     ) -> None:
-        """Learn, from a run that leaves no trace, which weights autocast casts at every use."""
-        known = dtype is None or dtype in self.casts
-        if dtype is not None and not known and self.stash is None and ahead is None:
-            with watching(self.parameters, dtype) as found:
+        """Find the weights that autocast casts at every use, once per dtype.
+
+        Args:
+            dtype: Dtype to which autocast casts; None without autocast.
+            ahead: Predicted weights. With these, or with a stash, nothing is cast in advance.
+            run: Runs the unit without side effects.
+        """
+        is_known = dtype is None or dtype in self.casts
+        if dtype is not None and not is_known and self.stash is None and ahead is None:
+            with watching(self.parameters, dtype) as always_cast:
                 run()
-            self.casts[dtype] = Casts(found, dtype)
+            self.casts[dtype] = Casts(always_cast, dtype)

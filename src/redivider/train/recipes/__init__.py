@@ -1,27 +1,28 @@
-"""Recipes by name: functions that return one."""
+"""Registry of recipes: functions that return one, by name."""
 
 from collections.abc import Callable
 
-from redivider.train.errors import TrainError, hint
+from redivider.errors import did_you_mean
+from redivider.train.errors import TrainError
 from redivider.train.recipe import Recipe
 from redivider.train.recipes import petra, quickstart, transformers
 
-_MAKERS: list[Callable[[], Recipe]] = [
+_FACTORIES: list[Callable[[], Recipe]] = [
     *quickstart.RECIPES,
     *petra.RECIPES,
     *transformers.RECIPES,
 ]
-RECIPES = {make().name: make for make in _MAKERS}
+RECIPES = {factory().name: factory for factory in _FACTORIES}
 
 
 def list_recipes() -> list[str]:
-    """The names that `get_recipe` knows."""
+    """Return the names of all recipes."""
     return list(RECIPES)
 
 
 def get_recipe(name: str) -> Recipe:
-    """A recipe by its name."""
+    """Return the recipe of a name."""
     if name not in RECIPES:
         otherwise = "`redivider recipes` lists all"
-        raise TrainError(f"there is no recipe {name!r}; {hint(name, RECIPES, otherwise)}")
+        raise TrainError(f"there is no recipe {name!r}; {did_you_mean(name, RECIPES, otherwise)}")
     return RECIPES[name]()

@@ -1,8 +1,8 @@
 """PETRA's Table 2: ResNets and RevNets by backprop, RevNets by PETRA, on four data sets.
 
-Rivaud et al. 2024: SGD with Nesterov momentum; the rate is 0.1 for 256 samples an update, rises for
-five epochs and falls by ten at milestones; micro-batches of 64. Backprop accumulates as many of
-them as PETRA does, as the authors' code has it.
+Rivaud et al. 2024: SGD with Nesterov momentum and micro-batches of 64. The learning rate is 0.1 for
+256 samples per update; it warms up for five epochs and is divided by ten at milestones. Backprop
+accumulates as many micro-batches as PETRA does, as in the authors' code.
 """
 
 from functools import partial
@@ -15,12 +15,12 @@ Data = Literal["cifar10", "cifar100", "imagenet32", "imagenet"]
 
 
 def table2(model: str, data: Data, method: Literal["store", "petra"]) -> Recipe:
-    """A row of the table, for one data set."""
+    """Return the recipe of one row of the table, for one data set."""
     is_cifar = data in ("cifar10", "cifar100")
     accumulate = 4 if data == "imagenet" else 2
-    how = "petra" if method == "petra" else "backprop"
+    suffix = "petra" if method == "petra" else "backprop"
     return Recipe(
-        name=f"{model}-{data}-{how}",
+        name=f"{model}-{data}-{suffix}",
         model=model,
         data=data,
         method=method,

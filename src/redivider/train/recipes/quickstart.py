@@ -1,10 +1,10 @@
-"""The first thing to run: a small RevNet on digits, by four methods, in about a minute."""
+"""First recipe to run: a small RevNet on digits, by four methods, in about a minute."""
 
 from redivider.train.recipe import Recipe
 
 
 def quickstart() -> Recipe:
-    """Six stages, a unit each: stem, four blocks, head."""
+    """Return a recipe with six stages of one unit each: stem, four blocks, head."""
     return Recipe(
         name="quickstart",
         model="revnet18",

@@ -1,4 +1,4 @@
-"""Transformers, reversible and not, on CIFAR-10 and text."""
+"""Transformers, reversible and plain, on CIFAR-10 and text."""
 
 from functools import partial
 from typing import Any
@@ -7,7 +7,7 @@ from redivider.train.recipe import Recipe
 
 
 def cifar10(model: str, depths: tuple[int, ...] = (), **options: Any) -> Recipe:
-    """A transformer of images, made for 32 pixels."""
+    """Return a recipe for a vision transformer on images of 32 pixels."""
     return Recipe(
         name=f"{model}-cifar10",
         model=model,
@@ -29,7 +29,7 @@ def cifar10(model: str, depths: tuple[int, ...] = (), **options: Any) -> Recipe:
 
 
 def text(model: str, context: int, microbatch: int, lr: float, **options: Any) -> Recipe:
-    """A language model on bytes of text."""
+    """Return a recipe for a language model on the bytes of a text."""
     return Recipe(
         name=f"{model}-text",
         model=model,
@@ -54,7 +54,7 @@ def text(model: str, context: int, microbatch: int, lr: float, **options: Any) -
 
 SWIN: dict[str, Any] = {"depths": (2, 6, 2), "patch_size": 2, "window": 4}  # maps of 16, 8, 4
 MVIT: dict[str, Any] = {"depths": (1, 4, 2), "patch_size": 2, "pool": 2}
-ROBERTA = {"width": 384, "depth": 6, "heads": 6}  # that of GPT nano
+ROBERTA = {"width": 384, "depth": 6, "heads": 6}  # the size of GPT nano
 
 RECIPES = [
     partial(cifar10, "vit_small", patch_size=4),

@@ -1,0 +1,255 @@
+"""Claims of the papers, and the trainings or measurements that test them.
+
+The papers are Rivaud et al. 2024 (PETRA) and Zhu and Mangalam 2023 (PaReprop). Nothing here imports
+torch, so that the list of claims prints at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from redivider.errors import did_you_mean
+from redivider.train.errors import TrainError
+from redivider.train.recipe import Method, Recipe
+from redivider.train.recipes import get_recipe
+from redivider.train.recipes.petra import table2
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim or question, and the experiment that answers it.
+
+    Either `runs` are trained, or `measurement` names a module of this folder that measures.
+    """
+
+    name: str
+    statement: str
+    runs: tuple[Recipe, ...] = ()
+    measurement: str = ""
+
+
+def short(method: Method, microbatch: int = 64, accumulate: int = 2, **changes: Any) -> Recipe:
+    """Return PETRA's recipe for RevNet-18 on CIFAR-10, cut from 300 epochs to 20.
+
+    The rate drops after half and three quarters of them, as published. The name of the run lists
+    its differences from PETRA's recipe.
+    """
+    base = table2("revnet18", "cifar10", "petra")
+    suffixes = []
+    if "probe_every" in changes:
+        suffixes.append("probed")
+    if changes.get("lookahead"):
+        suffixes.append("ahead")
+    if changes.get("latency", 1) > 1:
+        suffixes.append(f"latency-{changes['latency']}")
+    if "stages" in changes:
+        suffixes.append(f"stages-{changes['stages']}")
+    if "lr" in changes:
+        suffixes.append(f"lr-{changes['lr']:g}")
+    if changes.get("lr_by_delay"):
+        suffixes.append("by-delay")
+    if changes.get("compile"):
+        suffixes.append("compiled")
+    return replace(
+        base,
+        **{
+            "name": "-".join([method, f"{microbatch}x{accumulate}", *suffixes]),
+            "method": method,
+            "microbatch": microbatch,
+            "accumulate": accumulate,
+            "lr": 0.1 * microbatch * accumulate / 256,
+            "epochs": 20.0,
+            "milestones": (10.0, 15.0),
+            "precision": "bf16",
+            **changes,
+        },
+    )
+
+
+def fast(recipe: str, name: str, **changes: Any) -> Recipe:
+    """Return a recipe of the package in bf16 and compiled, its fastest form on a GPU."""
+    return replace(
+        get_recipe(recipe), **{"name": name, "precision": "bf16", "compile": True, **changes}
+    )
+
+
+def _full() -> Iterator[Claim]:
+    for size, epochs in ((18, 300.0), (34, 30.0), (50, 20.0)):
+        changes = {"epochs": epochs, "milestones": (epochs / 2, epochs * 3 / 4)}
+        duration = "" if epochs == 300 else f", in {epochs:g} epochs instead of 300"
+        yield Claim(
+            f"revnet{size}",
+            f"RevNet-{size} on CIFAR-10 by PETRA is as accurate as by backprop{duration}",
+            tuple(
+                fast(f"revnet{size}-cifar10-{method}", method, **changes)
+                for method in ("backprop", "petra")
+            ),
+        )
+
+
+def _transformers() -> Iterator[Claim]:
+    backprop: dict[str, dict[str, Any]] = {
+        method: {"method": method} for method in ("store", "overlap")
+    }
+    # With 26 stages the gradients of the first are 50 micro-batches late. Three remedies helped on
+    # smaller networks: fewer stages, lower rates where gradients are later, and less momentum.
+    betas = {"betas": (0.5, 0.95)}
+    careful = {"lr_by_delay": True, **betas}
+    petra: dict[str, Any] = {"method": "petra", "microbatch": 16, "accumulate": 8}
+    smallest = {**petra, "microbatch": 4, "accumulate": 32, "stages": 8}
+    images = {
+        **backprop,
+        "store-betas": {"method": "store", **betas},
+        "petra": petra,
+        "petra-by-delay": {**petra, **careful},
+        "petra-8-stages": {**petra, **careful, "stages": 8},
+        "petra-4x32-8-stages": {**smallest, **careful},
+        "petra-4x32-8-stages-plain": smallest,
+    }
+    yield Claim(
+        "vit",
+        "a Rev-ViT learns the same by overlap as by store, in less memory; and by PETRA",
+        tuple(
+            fast("rev_vit_small-cifar10", name, epochs=10.0, warmup=2.0, compile=False, **changes)
+            for name, changes in images.items()
+        ),
+    )
+    small = {**petra, "microbatch": 2, "accumulate": 16}
+    smallest = {**smallest, "microbatch": 1}
+    texts = {
+        **backprop,
+        "store-betas": {"method": "store", **betas},
+        "petra": {"method": "petra"},
+        "petra-2x16": small,
+        "petra-2x16-by-delay": {**small, **careful},
+        "petra-2x16-8-stages": {**small, **careful, "stages": 8},
+        "petra-1x32-8-stages": {**smallest, **careful},
+        "petra-1x32-8-stages-plain": smallest,
+    }
+    yield Claim(
+        "gpt",
+        "so does a Rev-GPT on text",
+        tuple(
+            fast(
+                "rev_gpt_small-text",
+                name,
+                epochs=1.0,
+                evaluate_every=0.1,
+                compile=False,
+                **changes,
+            )
+            for name, changes in texts.items()
+        ),
+    )
+
+
+_FASTEST: dict[Method, dict[str, Any]] = {"store": {}, "petra": {"stages": 2}}
+_RATES: tuple[dict[str, Any], ...] = ({}, {"lr": 0.025}, {"lr": 0.0125})
+CLAIMS = (
+    *_full(),
+    Claim(
+        "methods",
+        "what delayed gradients, stored graphs and inexact inputs cost, each for itself",
+        tuple(
+            short(method)
+            for method in (
+                "store",
+                "reverse",
+                "petra",
+                "dsp",
+                "delayed",
+                "exact-inverse",
+                "approximate-input",
+            )
+        ),
+    ),
+    Claim(
+        "microbatch",
+        "fewer samples in flight, at 128 an update, cost less accuracy",
+        tuple(
+            short(method, size, 128 // size)
+            for size in (4, 8, 16, 32, 64)
+            for method in ("petra", "store")
+        ),
+    ),
+    Claim(
+        "accumulate",
+        "accuracy by the number of micro-batches in an update",
+        tuple(short(method, 64, k) for k in (1, 2, 4, 8, 16, 32) for method in ("petra", "store")),
+    ),
+    Claim(
+        "lookahead",
+        "forwards by predicted weights win back some of it",
+        tuple(
+            short("petra", size, 128 // size, lookahead=ahead)
+            for size in (64, 16)
+            for ahead in (None, "momentum")
+        ),
+    ),
+    Claim(
+        "latency",
+        "what slow links cost in accuracy",
+        tuple(short("petra", latency=ticks) for ticks in (1, 2, 4)),
+    ),
+    Claim(
+        "stages",
+        "fewer stages, and so fewer samples in flight, cost less accuracy",
+        (*(short("petra", stages=num_stages) for num_stages in (2, 4, 7)), short("petra")),
+    ),
+    Claim(
+        "rate",
+        "smaller steps win back what delay costs, but cost something themselves",
+        (
+            *(short(method, **changes) for changes in _RATES for method in ("petra", "store")),
+            *(short("petra", lr_by_delay=True, lookahead=ahead) for ahead in (None, "momentum")),
+        ),
+    ),
+    Claim(
+        "race",
+        "which method is the first at 90 %, each alone on the GPU",
+        (
+            *(
+                short(method, size, 128 // size)
+                for size in (64, 16)
+                for method in ("store", "reverse", "petra")
+            ),
+            short("store", 128, 1),
+            short("petra", stages=2),
+            short("petra", 128, 1, stages=2),
+            *(
+                short(method, size, 128 // size, compile=True, **changes)
+                for size in (64, 128)
+                for method, changes in _FASTEST.items()
+            ),
+        ),
+    ),
+    Claim(
+        "quality",
+        "gradients of PETRA point where those of backprop do, stage by stage",
+        tuple(
+            short("petra", 64, k, epochs=5.0, milestones=(2.5, 3.75), warmup=1.0, probe_every=391)
+            for k in (1, 4, 16)
+        ),
+    ),
+    *_transformers(),
+    Claim(
+        "overlap",
+        "PaReprop: recomputation beside the backward is up to 20 % faster than before it",
+        measurement="sweep",
+    ),
+    Claim(
+        "limits",
+        "the largest batch and the largest depth that fit on a card",
+        measurement="limits",
+    ),
+)
+
+
+def get_claim(name: str) -> Claim:
+    """Return the claim with this name."""
+    for claim in CLAIMS:
+        if claim.name == name:
+            return claim
+    names = [claim.name for claim in CLAIMS]
+    otherwise = "`python experiments/run.py` lists all"
+    raise TrainError(f"there is no claim {name!r}; {did_you_mean(name, names, otherwise)}")

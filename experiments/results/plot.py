@@ -1,0 +1,245 @@
+"""Draw the results in this folder, one SVG per figure, from their JSON lines.
+
+python experiments/results/plot.py  # needs matplotlib
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib import ticker
+from matplotlib.colors import Normalize, TwoSlopeNorm
+
+HERE = Path(__file__).parent
+NUM_STAGES = 10  # of RevNet-18, one per block, if a row has no number
+Row = dict[str, Any]
+plt.rcParams |= {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "redivider",
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def read(name: str) -> list[Row]:
+    """Return the rows of a file, without failed runs."""
+    lines = (HERE / f"{name}.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "failed" not in row]
+
+
+def percent(row: Row) -> float:
+    """Return the final test accuracy in percent."""
+    return 100 * float(row["last"])
+
+
+def num_in_flight(row: Row) -> int:
+    """Return how many samples enter between a sample's forward and backward in the first stage."""
+    num_stages = row.get("stages") or NUM_STAGES
+    return int(2 * (num_stages - 1) * row["latency"] * row["microbatch"])
+
+
+def note(row: Row) -> str:
+    """Return the label of a run of PETRA: its stages, or its micro-batch and latency."""
+    if "-stages-" in row["run"]:
+        return f"{row['stages']} stages"
+    return f"{row['microbatch']}" + (f", latency {row['latency']}" if row["latency"] > 1 else "")
+
+
+def place(row: Row) -> Row:
+    """Return the position of the label: above all points for fewer stages, else below its own."""
+    if "-stages-" in row["run"]:
+        above = (num_in_flight(row), 92.3)
+        return {"xytext": above, "ha": "center", "fontsize": 7, "color": "tab:orange"}
+    below = (-6, -4 if row["latency"] > 1 else -12)
+    return {"xytext": below, "textcoords": "offset points", "ha": "right", "fontsize": 7}
+
+
+def draw_short(rows: list[Row]) -> None:
+    """Draw RevNet-18 in 20 epochs, by method and by samples in flight."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+    usual = [row for row in rows if row["run"] == f"{row['method']}-64x2"]
+    for row in sorted(usual, key=percent, reverse=True):
+        epochs, _, scores = zip(*row["curve"], strict=True)
+        label = f"{row['method']} {percent(row):.1f}"
+        left.plot(epochs, [100 * score for score in scores], label=label, linewidth=1.3)
+    left.set(xlabel="epochs", ylabel="test accuracy (%)", ylim=(60, 93))
+    left.set_title("by method, micro-batches of 64", fontsize=10)
+    left.xaxis.set_major_locator(ticker.MultipleLocator(5))
+    left.legend(fontsize=7, loc="lower right")
+    swept = [row for row in rows if row["microbatch"] * row["accumulate"] == 128]
+    styles = {
+        "petra": (r"petra-\d+x\d+(-latency-\d+)?", "o-", "tab:blue"),
+        "petra, fewer stages": (r"petra-64x2-stages-\d+", "D", "tab:orange"),
+        "store": (r"store-\d+x\d+", "s--", "tab:gray"),
+    }
+    for label, (runs, style, colour) in styles.items():
+        line = [row for row in swept if re.fullmatch(runs, row["run"])]
+        line.sort(key=num_in_flight)
+        at = [*map(num_in_flight, line)]
+        right.plot(at, [*map(percent, line)], style, color=colour, label=label, markersize=4)
+        for row in line if "petra" in label else []:
+            right.annotate(note(row), (num_in_flight(row), percent(row)), **place(row))
+    right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    right.set(xlabel="samples in flight under PETRA", ylabel="test accuracy (%)", ylim=(66, 94))
+    right.set_title("by micro-batch, latency and stages, 128 samples an update", fontsize=10)
+    right.legend(fontsize=7, loc="lower left")
+    save(figure, "short")
+
+
+def draw_curves(name: str, line: tuple[float, str] | None = None) -> None:
+    """Draw the accuracy or loss of all runs of a file over epochs, and a reference line."""
+    figure, axis = plt.subplots(figsize=(8, 3.4))
+    rows = [row for row in read(name) if "-lr-" not in row["run"]]
+    is_loss = rows[0]["metric"] == "loss"
+    for row in sorted(rows, key=lambda row: float(row["last"]), reverse=True):
+        epochs, _, scores = zip(*row["curve"], strict=True)
+        label = f"{row['run']} {row['last']:.2f}" if is_loss else f"{row['run']} {percent(row):.1f}"
+        shown = scores if is_loss else [100 * score for score in scores]
+        axis.plot(epochs, shown, label=label, linewidth=1.2)
+    if line is not None:
+        height, text = line
+        axis.axhline(height, color="tab:gray", linestyle=":", linewidth=1, label=text)
+    if is_loss:
+        axis.set(xlabel="epochs", ylabel="test loss (nats a byte)", ylim=(2, 4.5))
+    else:
+        axis.set(xlabel="epochs", ylabel="test accuracy (%)")
+    if max(axis.get_xlim()) > 5:
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, name)
+
+
+def draw_race(rows: list[Row]) -> None:
+    """Draw accuracy against wall time: colours by method, line styles by micro-batch."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True)
+    colours = {"store": "tab:gray", "reverse": "tab:green", "petra": "tab:blue"}
+    lines = {16: ":", 64: "-", 128: "--"}
+    by_time = sorted(rows, key=lambda row: row["seconds to 90 %"] or float("inf"))
+    for axis, title in zip(axes, ("not compiled", "compiled"), strict=True):
+        for row in by_time:
+            if row["run"].endswith("-compiled") != (title == "compiled"):
+                continue
+            _, seconds, scores = zip(*row["curve"], strict=True)
+            num_stages = row.get("stages") or NUM_STAGES
+            is_petra = row["method"] == "petra"
+            method = row["method"] + (f", {num_stages} stages" if is_petra else "")
+            seconds_to_90 = f"{row['seconds to 90 %']:.1f} s" if row["seconds to 90 %"] else "never"
+            axis.plot(
+                seconds,
+                [100 * score for score in scores],
+                lines[row["microbatch"]],
+                color="tab:orange" if is_petra and num_stages > 2 else colours[row["method"]],
+                linewidth=1.2,
+                label=f"{method}, {row['microbatch']}: {seconds_to_90}",
+            )
+        axis.axhline(90, color="black", linewidth=0.6)
+        axis.set(xlabel="seconds", xlim=(0, 100), ylim=(55, 93), title=title)
+        axis.legend(fontsize=8, loc="lower right", title="micro-batch: to 90 %", title_fontsize=8)
+    axes[0].set_ylabel("test accuracy (%)")
+    save(figure, "race")
+
+
+def draw_limits(rows: list[Row]) -> None:
+    """Draw the largest batch and depth of each backward, as bars."""
+    sizes = [size for size in ("batch", "depth") if sum(size in row for row in rows) > 1]
+    figure, axes = plt.subplots(1, len(sizes), figsize=(5 * len(sizes), 2), squeeze=False)
+    for axis, size in zip(axes.flat, sizes, strict=True):
+        line = [row for row in rows if size in row][::-1]
+        bars = axis.barh([row["way"] for row in line], [row[size] for row in line], height=0.6)
+        axis.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=9)
+        axis.set_title(f"largest {size} of Rev-ViT-L", fontsize=10)
+        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        axis.grid(visible=False, axis="y")
+        axis.margins(x=0.15)
+    save(figure, "limits")
+
+
+def draw_overlap(rows: list[Row]) -> None:
+    """Draw the speed-up of overlap over reverse, by family, size and batch."""
+    families = {"ViT": "vit", "Swin": "swin", "MViT": "mvit", "RoBERTa, 512 tokens": "roberta"}
+    figure, axes = plt.subplots(1, len(families), figsize=(12, 3), sharex=True, sharey=True)
+    for axis, (title, family) in zip(axes, families.items(), strict=True):
+        ours = [row for row in rows if row["model"].startswith(f"rev_{family}_")]
+        for model in dict.fromkeys(row["model"] for row in ours):
+            line = [row for row in ours if row["model"] == model]
+            batches, faster = zip(*((row["batch"], row["faster"]) for row in line), strict=True)
+            axis.plot(batches, faster, "o-", markersize=4, label=model.rpartition("_")[2])
+        axis.axhline(1, color="tab:gray", linewidth=0.8)
+        axis.set_xscale("log", base=4)
+        axis.xaxis.set_major_locator(ticker.FixedLocator([4**power for power in range(7)]))
+        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+        axis.tick_params(axis="x", labelsize=8)
+        axis.set(xlabel="batch", title=title)
+        axis.legend(fontsize=7)
+    axes[0].set_ylabel("reverse's time / overlap's")
+    save(figure, "overlap")
+
+
+def draw_quality(rows: list[Row]) -> None:
+    """Draw cosine and norm of PETRA's gradients against backprop's, by stage, time and k."""
+    probed = sorted((row for row in rows if "quality" in row), key=lambda row: row["accumulate"])
+    styles = {
+        "cosine": ("cosine to backprop's gradient", Normalize(-0.2, 1), "viridis"),
+        "ratio": ("its norm / backprop's", TwoSlopeNorm(1, 0.5, 1.75), "RdBu_r"),
+    }
+    figure, axes = plt.subplots(
+        len(styles), len(probed), figsize=(4.2 * len(probed), 6), sharex="col", sharey=True
+    )
+    for line, (key, (label, norm, colours)) in zip(axes, styles.items(), strict=True):
+        for axis, row in zip(line, probed, strict=True):
+            draw_grid(axis, row["quality"], key, norm, colours)
+        line[0].set_ylabel("stage (0: the first)")
+        figure.colorbar(line[0].images[0], ax=line, label=label)
+    for axis, row in zip(axes[0], probed, strict=True):
+        axis.set_title(f"k = {row['accumulate']}")
+    for axis in axes[-1]:
+        axis.set_xlabel("micro-batches")
+    save(figure, "quality", tight=False)
+
+
+def draw_grid(axis: Any, samples: list[Row], key: str, norm: Any, colours: str) -> None:
+    """Draw one key of the samples by stage and time, in colours and numbers."""
+    times = sorted({sample["microbatch"] for sample in samples})
+    grid = [[0.0] * len(times) for _ in range(NUM_STAGES)]
+    for sample in samples:
+        grid[sample["stage"]][times.index(sample["microbatch"])] = sample[key]
+    half = (times[1] - times[0]) / 2
+    edges = (times[0] - half, times[-1] + half, -0.5, NUM_STAGES - 0.5)
+    shown = axis.imshow(grid, norm=norm, cmap=colours, aspect="auto", origin="lower", extent=edges)
+    for stage, values in enumerate(grid):
+        for time, value in zip(times, values, strict=True):
+            if abs(value - 1) < 0.02:
+                continue  # equal to backprop's, or nearly: leave the cell empty
+            red, green, blue, _ = shown.to_rgba(value)
+            ink = "black" if red + green + blue > 1.2 else "white"
+            axis.text(time, stage, f"{value:.2f}", ha="center", va="center", fontsize=5, color=ink)
+    axis.grid(visible=False)
+    axis.yaxis.set_major_locator(ticker.MultipleLocator(1))
+
+
+def save(figure: Any, name: str, *, tight: bool = True) -> None:
+    """Write a figure as SVG, without a date, so that equal figures are equal files."""
+    if tight:
+        figure.tight_layout()
+    figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    draw_short(read("short"))
+    draw_quality(read("short"))
+    draw_overlap(read("overlap"))
+    draw_curves("revnet18", line=(94.9, "published, both"))
+    draw_curves("revnet34")
+    draw_curves("revnet50")
+    draw_curves("vit")
+    draw_curves("gpt")
+    draw_race(read("race"))
+    draw_limits(read("limits"))

@@ -1,0 +1,85 @@
+"""Private names of torch that the package depends on; tests/test_torch_private.py checks each.
+
+Checked with torch 2.11 and 2.13. `Tensor._version`, `Tensor._base`, `torch._foreach_*` and
+`torch.utils._pytree` are used directly: they are old, and many libraries rely on them.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the running backward ends; call this from inside a backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_keeps_graph() -> bool:
+    """Return whether the running backward retains its graph; call this from inside a backward."""
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """Return the compiled function that a call of the module runs, or None."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let a call of the module run a compiled function, as `nn.Module.compile` does."""
+    module._compiled_call_impl = call
+
+
+def original_module(module: nn.Module) -> nn.Module | None:
+    """Return the module that `torch.compile(module)` wraps, or None."""
+    return getattr(module, "_orig_mod", None)
+
+
+def has_call_hooks(module: nn.Module) -> bool:
+    """Return whether a call of the module runs hooks, forward or backward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether a call of the module runs forward hooks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_grad_hooks(tensor: Tensor) -> bool:
+    """Return whether a tensor has hooks for its gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def prefix_store(prefix: str, store: Any) -> Any:
+    """Return a store that adds a prefix to all keys."""
+    return dist.distributed_c10d.PrefixStore(prefix, store)
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """Return the backend that a process group uses for a device."""
+    return group._get_backend(device)
+
+
+@contextlib.contextmanager
+def nccl_group(backend: Any) -> Iterator[None]:
+    """Issue the NCCL calls inside as one group."""
+    with contextlib.suppress(RuntimeError):
+        backend._group_start()
+    yield
+    with contextlib.suppress(RuntimeError):
+        backend._group_end()

@@ -1,0 +1,233 @@
+"""A unit as one autograd node that keeps less than its graph.
+
+Between forward and backward such a node keeps its input, or nothing, and in the backward it runs
+its module again. Parameters are real inputs of the node and their gradients real outputs, so that
+frozen stems, `torch.autograd.grad`, hooks, DDP and FSDP2 work as with a plain module.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from redivider.errors import ChangedError, UnitError, naming
+from redivider.replay import Call, Record
+from redivider.replay.call import GraphRun
+
+if TYPE_CHECKING:
+    from redivider.backward.overlap import Overlap
+
+
+class Kept(ABC):
+    """State that one unit keeps between its forward and its backward."""
+
+    name: str
+    """Index and name of the unit, for errors."""
+    ahead: "Overlap | None" = None
+    """Scheduler that prepares units before their turn, if there is one."""
+    is_compiled = False
+    """True if the module that runs again is compiled, into one autograd node."""
+
+    @abstractmethod
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Compute the outputs; return them and the tensors to save for the backward."""
+
+    @abstractmethod
+    def prepare(self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool) -> Any:
+        """Run the unit again in the backward, as far as that needs no gradient.
+
+        Args:
+            saved: The saved tensors.
+            needs: Flags of the inputs that need a gradient.
+            flows: True if a gradient will flow through the unit's module.
+        """
+
+    @abstractmethod
+    def finish(
+        self, prepared: Any, needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Return the gradients of the inputs from those of the outputs."""
+
+    def flows(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return whether these gradients of the outputs flow through the unit's module."""
+        return any(grad is not None for grad in grads)
+
+    def precedes(self, other: "Kept") -> bool:
+        """Return whether it can be prepared as soon as the other one is."""
+        return self.ahead is not None and self.ahead is other.ahead
+
+    def apply(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the unit as a node of the caller's graph."""
+        outputs: tuple[Tensor, ...] = _Node.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return outputs
+
+
+class KeptInput(Kept):
+    """State of a module that keeps its arguments and runs again from them."""
+
+    def __init__(self, name: str, call: Call, *, with_graph: bool) -> None:
+        self.name = name
+        self.is_compiled = call.is_compiled
+        self._call = call
+        self._with_graph = with_graph
+        self._record: Record
+        self.spec: TreeSpec
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        result, self._record = self._call.first_run(tensors, with_graph=self._with_graph)
+        outputs, self.spec = tree_flatten(result)
+        if not all(isinstance(output, Tensor) for output in outputs):
+            kind = type(self._call.module).__name__
+            raise UnitError(f"{kind} must return tensors, got {type(result).__name__}")
+        return outputs, tensors
+
+    def prepare(
+        self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool
+    ) -> GraphRun | None:
+        return self._call.rerun(saved, needs, self._record) if flows else None
+
+    def finish(
+        self, prepared: GraphRun | None, needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        return [None] * len(needs) if prepared is None else prepared.pull_back(grads)
+
+
+def keep_input(
+    name: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    exact: bool,
+    ahead: "Overlap | None" = None,
+) -> Any:
+    """Run a module so that it keeps its arguments and no graph.
+
+    Args:
+        name: Index and name of the unit, for errors.
+        module: The module.
+        args: Its arguments.
+        kwargs: Its keywords.
+        exact: Use the same kernels in both runs, so that they give the same bits.
+        ahead: Scheduler that prepares units before their turn.
+    """
+    call, tensors = Call.split(module, args, kwargs)
+    kept = KeptInput(name, call, with_graph=exact)
+    kept.ahead = ahead
+    return tree_unflatten(kept.apply(tensors), kept.spec)
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kept: Kept, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, saved = kept.forward(tensors)
+        ctx.kept = kept
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{ctx.kept.name}: create_graph=True needs the graph that this unit did not keep; "
+                'use backward="store" for gradients of gradients'
+            )
+        kept, job = ctx.kept, _Job(ctx)
+        if kept.ahead is None:
+            return None, *job.finish(job.prepare(flows=kept.flows(grads)), grads)
+        return None, *kept.ahead.step(job, grads)
+
+
+# Nodes of the graph to search for the next unit: additions and views lie between units.
+NUM_SEARCHED = 24
+
+
+class _Job:
+    """The backward of a node, in two parts that can run apart (see `overlap.Job`)."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.key = ctx.kept
+        self._ctx = ctx
+        self._needs = ctx.needs_input_grad[1:]
+        self._unpacked: Sequence[Tensor] | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        return bool(self.key.is_compiled)
+
+    @property
+    def has_before(self) -> bool:
+        return self._node_before() is not None
+
+    def before(self) -> "_Job | None":
+        node = self._node_before()
+        job = None if node is None else _Job(node)
+        return job if job is not None and job._is_available() else None
+
+    def _node_before(self) -> Any:
+        """Return the node of the unit that the backward reaches next, if it is near."""
+        queue = _previous_nodes(self._ctx)
+        for _ in range(NUM_SEARCHED):
+            if not queue:
+                return None
+            node = queue.pop(0)
+            kept = getattr(node, "kept", None)
+            if isinstance(kept, Kept):
+                return node if kept.precedes(self.key) else None
+            queue += _previous_nodes(node)
+        return None
+
+    def prepare(self, *, flows: bool = True) -> Any:
+        with naming(self.key.name):
+            saved, self._unpacked = self._saved(), None
+            return self.key.prepare(saved, self._needs, flows=flows)
+
+    def _saved(self) -> Sequence[Tensor]:
+        """Return the saved tensors; hooks, as of torch's checkpoint, may unpack them only once."""
+        if self._unpacked is None:
+            self._unpacked = _saved(self._ctx)
+        return self._unpacked
+
+    def _is_available(self) -> bool:
+        """Return whether the saved tensors can be used before the node's turn.
+
+        They cannot if one has changed, which is an error only when the node's turn comes, or if
+        FSDP has freed a parameter, which it gathers again when the node's turn comes.
+        """
+        try:
+            saved = self._saved()
+        except (ChangedError, RuntimeError):
+            return False
+        return all(tensor.untyped_storage().size() or not tensor.numel() for tensor in saved)
+
+    def is_bound(self, prepared: Any) -> bool:
+        return prepared is not None and not prepared.is_free
+
+    def finish(self, prepared: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        with naming(self.key.name):
+            input_grads: list[Tensor | None] = self.key.finish(prepared, self._needs, grads)
+            return input_grads
+
+
+def _previous_nodes(node: Any) -> list[Any]:
+    """Return the nodes that the backward reaches next, without parameters, which may be many."""
+    nodes = [function for function, _ in node.next_functions if function is not None]
+    return [function for function in nodes if function.next_functions or hasattr(function, "kept")]
+
+
+def _saved(ctx: Any) -> Sequence[Tensor]:
+    try:
+        saved: Sequence[Tensor] = ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise ChangedError(
+            "its weights, arguments or output changed between the forward and the backward, which "
+            "runs it again and needs them as they were (step the optimizer after the backward): "
+            f"{str(error).partition(' Hint:')[0]}"
+        ) from None
+    return saved

@@ -1,0 +1,36 @@
+"""Trial runs that leave a module unchanged."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from redivider.chain import Chain
+
+
+@contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Restore random state and buffers afterwards; inside, do not count steps or check drift."""
+    # A run may create a buffer, or replace one by another tensor.
+    buffers = [(child, dict(child._buffers)) for child in module.modules()]
+    values = {buffer: buffer.clone() for buffer in module.buffers()}
+    devices = {parameter.device for parameter in module.parameters()}
+    devices = {device for device in devices if device.type not in ("cpu", "meta")}
+    chains = [(child, child.check_every) for child in module.modules() if isinstance(child, Chain)]
+    for chain, _ in chains:
+        chain.check_every = 0
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            for chain, check_every in chains:
+                chain.check_every = check_every
+            for child, originals in buffers:
+                child._buffers.clear()
+                child._buffers.update(originals)
+            with torch.no_grad():
+                for buffer, value in values.items():
+                    if buffer.is_meta or torch.equal(buffer, value):
+                        continue  # a write would raise its version, and count as a change
+                    buffer.copy_(value)

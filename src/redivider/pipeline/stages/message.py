@@ -1,0 +1,69 @@
+"""Values that travel: between units of a stage as a `Flow`, between stages as a `Message`."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from redivider.pipeline.stages.compression import Packing
+from redivider.pipeline.stages.layout import dense
+from redivider.replay.autocast import Autocast
+
+
+@dataclass
+class Flow:
+    """Value between two units: any structure of tensors, or two streams in stored form."""
+
+    value: Any
+    dtype: torch.dtype | None = None
+    """Real dtype of streams in stored form; None for any other value."""
+
+
+@dataclass
+class Message:
+    """Flow of a micro-batch between stages: with its target upwards, with gradients downwards."""
+
+    microbatch: int
+    flow: Flow
+    autocast: Autocast
+    side: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+    grads: list[Tensor | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.flow = Flow(dense(self.flow.value), self.flow.dtype)
+        self.grads = [grad if grad is None else dense(grad) for grad in self.grads]
+
+    def cloned(self, microbatch: int) -> "Message":
+        """Clone all tensors, for another micro-batch."""
+        value, side, target, grads = tree_map_only(
+            Tensor, Tensor.clone, (self.flow.value, self.side, self.target, self.grads)
+        )
+        flow = Flow(value, self.flow.dtype)
+        return Message(microbatch, flow, self.autocast, side, target, grads)
+
+    def rounded(self, packing: Packing) -> "Message":
+        """Return what arrives at the next stage after packing."""
+        if packing.dtype is None:
+            return self
+        flow = Flow(packing.rounded(self.flow.value), self.flow.dtype)
+        return replace(self, flow=flow, grads=packing.rounded(self.grads))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data and tensors, without what is saved once per micro-batch."""
+        return {
+            "microbatch": self.microbatch,
+            "value": self.flow.value,
+            "dtype": self.flow.dtype,
+            "grads": self.grads,
+        }
+
+    @classmethod
+    def from_state(
+        cls, state: dict[str, Any], autocast: Autocast, side: dict[str, Any], target: Any
+    ) -> "Message":
+        """Build a message from a state."""
+        flow = Flow(state["value"], state["dtype"])
+        return cls(state["microbatch"], flow, autocast, side, target, state["grads"])

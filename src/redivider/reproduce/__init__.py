@@ -1,1 +1,0 @@
-"""The papers' claims, and what shows whether they hold: one command for each."""

@@ -1,0 +1,135 @@
+"""`python experiments/run.py` as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sweep
+import torch
+from claims import CLAIMS
+from run import main
+
+from redivider.train.loop import Stopped
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "run.py"
+SMALL = "--data digits --model-options width 8 --depths 1 1 --microbatch 16 --precision float32"
+
+
+def test_claims_are_listed(capsys):
+    assert main([]) == 0
+    claims, runs = capsys.readouterr().out.split("\n\n")
+    assert [line.split()[0] for line in claims.splitlines()] == [each.name for each in CLAIMS]
+    assert "revnet34    backprop petra\n" in runs and "`--only RUN ...`" in runs
+
+
+def test_listing_runs_anywhere_and_without_torch(tmp_path):
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import run; run.main([])"
+    code += "; assert 'torch' not in sys.modules"
+    for words in ([SCRIPT], ["-c", code, SCRIPT.parent]):
+        words = [sys.executable, *map(str, words)]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("revnet18 ") and not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("nothing", "there is no claim 'nothing'; `python experiments/run.py` lists all"),
+        ("methods --only dps-64x2", "has no run 'dps-64x2'; did you mean 'dsp-64x2'?"),
+        ("methods --seeds 0", "--seeds must be 1 or more, got 0"),
+        ("methods --seeds", "`python experiments/run.py --help` shows how"),
+        ("methods --epoch 3", "a recipe has no field --epoch; did you mean epochs?"),
+        ("--epochs 3 methods", "the name comes first: `python experiments/run.py NAME"),
+        ("overlap --epochs 3", "overlap is measured, not trained"),
+        ("overlap --only rev_vit_smal", "no run 'rev_vit_smal'; did you mean"),
+        ("limits --only batch", "limits has no run 'batch'"),
+        ("--only dsp-64x2", "which claim? `python experiments/run.py` lists them"),
+    ],
+)
+def test_bad_input_is_one_line(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words.split()) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.startswith("redivider: ") and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_seed_is_not_short_for_seeds(tmp_path, capsys):
+    words = f"methods --out {tmp_path} --epochs 0.1 {SMALL} --only store-64x2 --seed 3"
+    assert main(words.split()) == 0
+    row = json.loads((tmp_path / "results.jsonl").read_text())
+    assert (row["run"], row["seed"]) == ("store-64x2-seed3", 3)
+    out = capsys.readouterr().out
+    assert "| run | last accuracy | best accuracy | seconds |" in out
+    assert "| store-64x2-seed3 |" in out
+
+
+def test_what_a_claim_compares_is_not_changed_under_its_names(tmp_path, capsys):
+    words = f"methods --out {tmp_path} {SMALL} --only store-64x2 --method petra".split()
+    assert main(words) == 2
+    assert "methods compares runs of several --method; choose" in capsys.readouterr().err
+    assert main(f"rate --out {tmp_path} --lr 0.1".split()) == 2
+    assert "of several --lr" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_trainings_leave_measurements_in_their_file(tmp_path, capsys):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"run": "rev_vit_small/1", "model": "rev_vit_small", "faster": 1.2}\n')
+    words = f"methods --out {tmp_path} --epochs 0.1 {SMALL} --only store-64x2".split()
+    assert main(words) == 0
+    rows = [json.loads(line)["run"] for line in path.read_text().splitlines()]
+    assert rows == ["rev_vit_small/1", "store-64x2"]
+    path.write_text(path.read_text()[:-20])
+    assert main(words) == 2
+    assert "has a line that is no JSON" in capsys.readouterr().err
+
+
+def test_some_runs_and_then_some_more(tmp_path, capsys):
+    words = f"methods --out {tmp_path} --epochs 0.3 {SMALL} --only store-64x2".split()
+    assert main(words) == 0
+    first = (tmp_path / "results.jsonl").read_text()
+    assert json.loads(first)["run"] == "store-64x2"
+    assert main([*words, "petra-64x2"]) == 0
+    assert main([*words, "petra-64x2"]) == 0, "a pipeline writes its stages into its recipe"
+    both = (tmp_path / "results.jsonl").read_text()
+    assert both.endswith(first) and both.count("\n") == 2
+    out = capsys.readouterr().out
+    assert "| petra-64x2 | petra |" in out and str(tmp_path / "results.jsonl") in out
+    assert main([*words, "--lr", "0.5"]) == 2
+    assert "store-64x2 holds a run with another lr" in capsys.readouterr().err
+
+
+def test_a_stopped_one_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def stop(*given, **options):
+        raise Stopped("stopped after 3 micro-batches and saved", tmp_path)
+
+    monkeypatch.setattr("trainings.train", stop)
+    assert main(f"latency --out {tmp_path}".split()) == 130
+    assert "and saved; go on with the same command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("only", [(), ("rev_vit_small",)])
+def test_measurements_write_rows_as_they_come(only, tmp_path, monkeypatch, capsys):
+    words = ["overlap", "--out", str(tmp_path)]
+    if not torch.cuda.is_available():
+        assert main(words) == 2 and "overlap measures a GPU" in capsys.readouterr().err
+    monkeypatch.setattr("redivider.train.machine.resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(sweep, "_time", lambda model, batch, device: {"faster": 1.5})
+    monkeypatch.setattr(sweep, "NAMES", ("rev_vit_small", "rev_mvit_base"))
+    more = ["--only", *only] if only else []
+    assert main([*words, *more]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {row["model"] for row in rows} == set(only or sweep.NAMES)
+    monkeypatch.setattr(sweep, "_time", lambda model, batch, device: {"faster": 2.0})
+    assert main([*words, "--only", "rev_mvit_base"]) == 0
+    more = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {row["model"] for row in more} == {*(only or sweep.NAMES), "rev_mvit_base"}
+    again = {row["faster"] for row in more if row["model"] == "rev_mvit_base"}
+    assert again == ({2.0} if only else {1.5}), "what is there is not measured again"
+    assert "| rev_vit_small/64 |" in capsys.readouterr().out

@@ -1,0 +1,56 @@
+"""How much of the package one reads to understand a class: the lines that importing it loads.
+
+Lines of code, without comments, blank lines and docstrings.
+"""
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+PRINT_FILES = """
+import sys
+import {module}
+for name, module in sorted(sys.modules.items()):
+    if name.split(".")[0] == "redivider" and module.__file__:
+        print(module.__file__)
+"""
+BLANK = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def count_lines(path: Path) -> int:
+    """Count the lines of code of a file."""
+    text = path.read_text()
+    strings = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    spans = (token for token in tokens if token.type not in BLANK)
+    lines = {line for token in spans for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - strings)
+
+
+@pytest.mark.parametrize(
+    "module, most",
+    [("redivider.chain", 2000), ("redivider.pipeline.pipeline", 5000)],
+)
+def test_few_lines_are_loaded(module, most, capsys):
+    command = [sys.executable, "-c", PRINT_FILES.format(module=module)]
+    files = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    num = sum(count_lines(Path(file)) for file in files)
+    print(f"{module}: {num} lines of code in {len(files)} files, {most} at most")
+    assert num <= most
