@@ -44,7 +44,7 @@ train: $(TRAIN)
 	$(BIN)/redivider train quickstart
 
 stress: $(DEV)  # a hundred runs over processes, in each of which a rank is killed
-	REDIVIDER_STRESS=100 $(BIN)/python -m pytest tests/distributed/test_train.py -k killed
+	REDIVIDER_STRESS=100 $(BIN)/python -m pytest tests/integration/test_torchrun.py -k killed
 
 $(TRAIN): pyproject.toml constraints.txt
 	@echo "Installing torch and what training needs into $(VENV), once."

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from patience import patience, seconds
+from support.patience import patience, seconds
 
 # One compiler process instead of a pool of them in every worker; read when torch is imported.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

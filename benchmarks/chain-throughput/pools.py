@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from redivider import chain
 from redivider.backward.overlap import MAIN, SIDE, Lane, Lanes, Overlap
+from redivider.backward.strategy import Strategy
 
 # Appended, so that modules of this folder are found first.
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
@@ -91,9 +91,8 @@ def main() -> None:
     parser.add_argument("batch", type=int)
     parser.add_argument("--depth", type=int)
     given = parser.parse_args()
-    chain._make_overlap = lambda way, x: (
-        OnTheCpu(torch.device("cpu")) if way in chain.OVERLAPPING else None
-    )
+    cpu = torch.device("cpu")
+    Strategy.make_overlap = lambda self, x: OnTheCpu(cpu) if self.overlaps else None
     options = {} if given.depth is None else {"depth": given.depth}
     step = Step(given.model, given.batch, torch.device("cpu"), compiled=True, **options)
     for way in ("reverse", "overlap"):

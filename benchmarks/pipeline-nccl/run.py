@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import redivider as rd
 from redivider.pipeline.runners.topology import Team
-from redivider.pipeline.runners.transport import Incoming, Outgoing, Post
+from redivider.pipeline.runners.wire import Incoming, Outgoing, Post
 from redivider.pipeline.stages.compression import Packing
 
 MIB = 2**20

@@ -1,4 +1,4 @@
-"""Private names of torch that the package depends on; tests/test_torch_private.py checks each.
+"""Private names of torch that the package depends on; tests/unit/test_torch_private.py checks each.
 
 Checked with torch 2.11 and 2.13. `Tensor._version`, `Tensor._base`, `torch._foreach_*` and
 `torch.utils._pytree` are used directly: they are old, and many libraries rely on them.
@@ -33,6 +33,11 @@ def compiled_call(module: nn.Module) -> Any:
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Let a call of the module run a compiled function, as `nn.Module.compile` does."""
     module._compiled_call_impl = call
+
+
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, but without its compiled function."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def original_module(module: nn.Module) -> nn.Module | None:

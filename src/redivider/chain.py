@@ -1,52 +1,26 @@
 """Chain: consecutive units as one module, whose activation memory does not grow with depth.
 
-A strategy decides what a unit keeps between its forward and its backward:
-
-    backward               a coupling    a junction    work (forward and backward of a unit: 3)
-    "store"                graph         graph         3
-    "checkpoint"           input         input         4
-    "reverse"              nothing       graph         4, junctions 3
-    "reverse-checkpoint"   nothing       input         4
-    "overlap"              nothing       graph         4, one of them beside the others
-    "checkpoint-overlap"   input         input         4, one of them beside the others
-    "auto"                 nothing       graph         "reverse" or "overlap", whichever is faster
-
-Gomez et al. 2017 (RevNet) for reversal, Chen et al. 2016 for checkpoints; for the overlap see
-backward/overlap.py. Without grad mode every chain runs as plain modules do, and keeps nothing.
+Its `backward` names a strategy (backward/strategy.py): what every unit keeps between forward and
+backward. Without grad mode every chain runs as plain modules do, and keeps nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from redivider._torch_private import original_module
+from redivider._torch_private import call_uncompiled, original_module
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
 from redivider.backward.auto import Auto
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import keep_input
-from redivider.backward.row import Keep, Row, prepare_streams
-from redivider.coupling import Coupling
+from redivider.backward.row import Row, prepare_streams
+from redivider.backward.strategy import STORE, Strategy, resolve_strategy
+from redivider.coupling import Coupling, run_by
 from redivider.errors import did_you_mean, naming
-
-# What a coupling and a junction keep, by strategy.
-if TYPE_CHECKING:
-    from redivider.backward.overlap import Overlap
-
-KEEPS: dict[str, tuple[Keep, Keep]] = {
-    "store": ("graph", "graph"),
-    "checkpoint": ("input", "input"),
-    "reverse": ("nothing", "graph"),
-    "reverse-checkpoint": ("nothing", "input"),
-    "overlap": ("nothing", "graph"),
-    "checkpoint-overlap": ("input", "input"),
-    "auto": ("nothing", "graph"),
-}
-OVERLAPPING = ("overlap", "checkpoint-overlap")
 
 
 class Chain(nn.Module):
@@ -129,9 +103,7 @@ class Chain(nn.Module):
 
     @backward.setter
     def backward(self, strategy: str) -> None:
-        if strategy not in KEEPS:
-            known = ", ".join(map(repr, KEEPS))
-            raise ValueError(f"backward must be one of {known}, got {strategy!r}")
+        resolve_strategy(strategy)
         self._backward = strategy
 
     @property
@@ -224,15 +196,15 @@ class Chain(nn.Module):
         """Let "auto" choose by these times of a step, in milliseconds by strategy."""
         self._auto.settle(times)
 
-    def _keeps(self) -> tuple[Keep, Keep]:
-        return KEEPS[self.backward if torch.is_grad_enabled() else "store"]
+    def _strategy(self) -> Strategy:
+        return resolve_strategy(self.backward) if torch.is_grad_enabled() else STORE
 
     def _is_plain(self) -> bool:
-        return self._keeps() == KEEPS["store"] and not self.arithmetic.exact
+        return self._strategy() == STORE and not self.arithmetic.exact
 
     def _count_step(self) -> float | None:
         """Count a training step; return the tolerance if this step checks for drift."""
-        if not (self.training and self._keeps()[0] == "nothing" and self.check_every):
+        if not (self.training and self._strategy().reverses and self.check_every):
             return None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None  # a replay has no host to read the result
@@ -248,13 +220,13 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
     for observe in _observers:
         observe(chain)
     chain._mailbox.poll()
-    keep, junctions_keep = chain._keeps()
+    strategy, trial = chain._strategy(), None
     exact, drift_tolerance = chain.arithmetic.exact, chain._count_step()
-    strategy, trial = chain.backward, None
-    if strategy == "auto" and torch.is_grad_enabled():
+    if chain.backward == "auto" and torch.is_grad_enabled():
         trial = chain._auto.trial(x, chain.training)
-        strategy = trial.pick()
-    ahead = _make_overlap(strategy, x)
+        choice = trial.pick()
+        strategy = resolve_strategy(choice)
+    ahead = strategy.make_overlap(x)
     hint = ""
     for in_row, units in chain.segments():
         row: Row | None = None
@@ -263,15 +235,16 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
             with naming(names[0]):
                 x = prepare_streams(x)
                 if not chain._is_plain():
-                    row = Row(names, keep, chain.arithmetic, chain._mailbox, ahead)
+                    row = Row(names, strategy.coupling, chain.arithmetic, chain._mailbox, ahead)
                     x = row.enter(x, drift_tolerance=drift_tolerance)
-        # A coupling receives its row beside its streams, and then leaves the work to the row.
-        runner = () if row is None else (row,)
         for name, unit in units:
             keywords = taken(unit, side)
             with naming(name, hint):
-                if in_row or junctions_keep == "graph":
-                    x = unit(x, *runner, **keywords)
+                if row is not None and isinstance(unit, Coupling):
+                    with run_by(row, unit):  # which runs f, compiled or not
+                        x = call_uncompiled(unit, x, **keywords)
+                elif in_row or strategy.junction == "graph":
+                    x = unit(x, **keywords)
                 else:
                     x = keep_input(name, unit, (x,), keywords, exact=exact, ahead=ahead)
             hint = ""
@@ -281,7 +254,7 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
         if in_row:
             hint = ", which was given a pair of streams: rd.Fuse makes one tensor of it"
     if trial is not None:
-        trial.time_backward(strategy, x)
+        trial.time_backward(choice, x)
     return x
 
 
@@ -296,17 +269,6 @@ def observing(observe: Callable[[Chain], None]) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observe)
-
-
-def _make_overlap(strategy: str, x: Any) -> "Overlap | None":
-    if strategy not in OVERLAPPING or not torch.is_grad_enabled():
-        return None
-    first = next((leaf for leaf in tree_leaves(x) if isinstance(leaf, torch.Tensor)), None)
-    if first is None or not first.is_cuda:
-        return None
-    from redivider.backward.overlap import Overlap
-
-    return Overlap(first.device)
 
 
 def name_unit(index: int, unit: nn.Module, key: str = "") -> str:

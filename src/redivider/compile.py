@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from redivider._torch_private import set_compiled_call
+from redivider._torch_private import call_uncompiled, set_compiled_call
 from redivider.arithmetic import Arithmetic, Checked
 from redivider.coupling import Coupling
 
@@ -81,8 +81,6 @@ class _Compiled:
         self._module, self._run, self._joint, self._apart = module, run, joint, apart
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) > 1 and isinstance(self._module, Coupling):  # in the row of a chain
-            return self._module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         return self._run(self._module, *args, **kwargs)
 
     def run_joint(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,20 +103,20 @@ class _Compiled:
 
 def _run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     # The compiler skips the call of a container, and would compile its children one by one.
-    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    return call_uncompiled(module, *args, **kwargs)
 
 
 def _run_joint(module: nn.Module, a: Tensor, /, **side: Any) -> tuple[Tensor, Tensor, Tensor]:
     # The subtraction of r from a stream is not compiled together with f: fused, it would use r
     # before it is rounded, while the forward adds the rounded r.
-    r = module._call_impl(a, **side)  # type: ignore[no-untyped-call]
+    r = call_uncompiled(module, a, **side)
     return r.detach(), *_StandIns.apply(*_distinct(r, a))  # type: ignore[no-untyped-call]
 
 
 def _run_apart(
     module: nn.Module, dtypes: tuple[torch.dtype, ...], /, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
-    output = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    output = call_uncompiled(module, *args, **kwargs)
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     stand_ins = _Outputs.apply(dtypes, *_distinct(*outputs))  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, ...], stand_ins)

@@ -14,6 +14,7 @@ Rev-ViT (Mangalam et al. 2022); one, with its swap, is the block of PETRA (Rivau
 """
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -53,9 +54,10 @@ class Coupling(nn.Module):
         self.f = f
         self.takes = tuple(takes)
 
-    def forward(self, streams: Streams, runner: Runner | None = None, /, **side: Any) -> Streams:
-        """Map (a, b) to (b + f(a), a); `side` goes to f. In a chain, its row is the runner."""
+    def forward(self, streams: Streams, /, **side: Any) -> Streams:
+        """Map (a, b) to (b + f(a), a); `side` goes to f. In a chain, its row does that."""
         a, b = verify_streams(streams)
+        runner = runner_of(self)
         if runner is not None:
             return runner.couple(self, a, b, side)
         return b + self.residual(a, side), a
@@ -77,6 +79,32 @@ class Coupling(nn.Module):
 
     def extra_repr(self) -> str:
         return f"takes={self.takes}" if self.takes else ""
+
+
+_running: ContextVar[tuple[Coupling, Runner] | None] = ContextVar("_running", default=None)
+
+
+class run_by:
+    """Context in which a call of a coupling is left to a runner.
+
+    The runner is not an argument of the call, so that the caller's hooks do not see it. It is a
+    class because every coupling of a step enters it, and a generator would take longer.
+    """
+
+    def __init__(self, runner: Runner, coupling: Coupling) -> None:
+        self._pair = coupling, runner
+
+    def __enter__(self) -> None:
+        self._token = _running.set(self._pair)
+
+    def __exit__(self, *_: object) -> None:
+        _running.reset(self._token)
+
+
+def runner_of(coupling: Coupling) -> Runner | None:
+    """Return the runner to which the call of this coupling is left, if there is one."""
+    pair = None if torch.compiler.is_compiling() else _running.get()
+    return pair[1] if pair is not None and pair[0] is coupling else None
 
 
 def verify_streams(streams: Any) -> Streams:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import trainings
-from train.small import recipe, stop_in_evaluation
+from support.training import recipe, stop_in_evaluation
 from trainings import RESULTS, read_row, table, train_all
 
 from redivider.train.errors import TrainError

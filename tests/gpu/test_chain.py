@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from networks import MLP, Attention, Buffered, ConvNorm, Twice
-from oracle import gradients, run_plainly, weigh, worst_error
+from support.networks import MLP, Attention, Buffered, ConvNorm, Twice, token_chain
+from support.oracle import gradients, run_plainly, weigh, worst_error
 from torch import nn
 
 import redivider as rd
@@ -15,13 +15,6 @@ import redivider as rd
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 REPLAYING = ("reverse", "checkpoint")
-
-
-def token_chain(depth: int = 6, width: int = 64, dropout: float = 0.0, **options) -> rd.Chain:
-    makers = (lambda: Attention(width, 4, dropout), lambda: MLP(width, dropout))
-    couplings = [rd.Coupling(makers[i % 2]()) for i in range(depth)]
-    units = [nn.Linear(6, width), rd.Duplicate(), *couplings, rd.Fuse(), nn.Linear(2 * width, 3)]
-    return rd.Chain(units, **options).cuda()
 
 
 @pytest.mark.parametrize("backward", REPLAYING)

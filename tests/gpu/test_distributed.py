@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from distributed.cases import batch, finish, model, options
-from distributed.launch import launch
+from support.processes.cases import batch, finish, model, options
+from support.processes.launch import launch
 
 import redivider as rd
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models.families import EACH, TEXT
-from models.test_attention import explicit
-from oracle import gradients, weigh, worst_error
+from support.families import EACH, TEXT
+from support.layers import explicit_attention
+from support.oracle import gradients, weigh, worst_error
 
 import redivider as rd
 from redivider.models.attention import attend
@@ -98,7 +98,7 @@ def test_gradients_of_attention_are_numbers_where_logits_are_low(num, has_bias, 
     bias = torch.zeros(6, num, num, device="cuda", dtype=torch.bfloat16) if has_bias else None
     run = torch.compile(attend, fullgraph=True) if compiles else attend
     found = []
-    for dtype, function in ((torch.bfloat16, run), (torch.float64, explicit)):
+    for dtype, function in ((torch.bfloat16, run), (torch.float64, explicit_attention)):
         leaves = [each.detach().to(dtype).requires_grad_() for each in (q, k, v)]
         y = function(*leaves, bias=None if bias is None else bias.to(dtype))
         y.backward(torch.linspace(-1, 1, y.numel(), device="cuda", dtype=dtype).view_as(y))

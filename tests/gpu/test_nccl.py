@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import cases, equalities
-from distributed.cases import batch, equal, finish, model, options, run
-from distributed.failures import CASES, meet
-from distributed.launch import launch
-from distributed.test_train import kill_one, listen, small, start
-from pipeline.reference import METHODS
+from support.processes import cases, equalities
+from support.processes.cases import batch, equal, finish, model, options, run
+from support.processes.failures import CASES, meet
+from support.processes.launch import launch
+from support.processes.torchrun import kill_one, listen, small, start
+from support.reference import METHODS
 from torch import nn
 
 import redivider as rd

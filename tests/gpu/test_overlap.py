@@ -9,9 +9,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu.test_chain import token_chain
-from networks import MLP, ConvNorm
-from oracle import gradients, run_plainly, weigh, worst_error
+from support.networks import MLP, ConvNorm, token_chain
+from support.oracle import gradients, run_plainly, weigh, worst_error
 from torch import nn
 
 import redivider as rd

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import MLP, Attention, ConvNorm
-from pipeline.reference import METHODS
-from pipeline.test_state import equal
+from support.networks import MLP, Attention, ConvNorm
+from support.oracle import equal
+from support.reference import METHODS
 from torch import nn
 
 import redivider as rd

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from train.small import recipe, rows, stop_after
+from support.training import recipe, rows, stop_after
 
 from redivider.train.loop import Stopped, train
 

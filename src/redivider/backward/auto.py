@@ -22,7 +22,7 @@ from redivider.tree import tensors_of
 
 logger = logging.getLogger("redivider.auto")  # a documented name, not that of this module
 
-STRATEGIES = ("reverse", "overlap")
+CANDIDATES = ("reverse", "overlap")
 ROUNDS = 4  # steps of every strategy, of which the first warms up
 MAX_RATIO = 0.99  # of the times: overlap must gain something for the memory that it takes
 NUM_TURNS, NUM_STEPS = 5, 3  # for captured steps: turns of every strategy, steps in a turn
@@ -65,8 +65,8 @@ class Trial:
         self._shapes = shapes
         self._running = 0  # backward passes of this chain inside one call of backward()
         self._is_alone = True
-        self._retries = {strategy: 0 for strategy in STRATEGIES}
-        self._timed: dict[str, list[tuple[Any, Any]]] = {strategy: [] for strategy in STRATEGIES}
+        self._retries = {strategy: 0 for strategy in CANDIDATES}
+        self._timed: dict[str, list[tuple[Any, Any]]] = {strategy: [] for strategy in CANDIDATES}
 
     def pick(self) -> str:
         """Return the strategy for the step that begins now."""
@@ -79,7 +79,7 @@ class Trial:
             self._decide()
         if self.choice is not None or capturing:
             return self.choice or "reverse"
-        return min(STRATEGIES, key=lambda strategy: len(self._timed[strategy]))
+        return min(CANDIDATES, key=lambda strategy: len(self._timed[strategy]))
 
     def time_backward(self, strategy: str, y: Any) -> None:
         """Time the backward of this output, from its first gradient to its end."""
@@ -148,7 +148,7 @@ def time_strategies(
             because a prepared step may hold memory.
         prepare: Returns a step with a strategy, to be called many times.
     """
-    done = _as_memory_allows(STRATEGIES, run)
+    done = _as_memory_allows(CANDIDATES, run)
     steps = _as_memory_allows(tuple(done), prepare)
     spans: dict[str, list[Any]] = {strategy: [] for strategy in steps}
     for _ in range(NUM_TURNS):
@@ -165,7 +165,7 @@ def time_strategies(
         strategy: median(start.elapsed_time(end) / NUM_STEPS for start, end in pairs)
         for strategy, pairs in spans.items()
     }
-    return dict.fromkeys(STRATEGIES, inf) | times
+    return dict.fromkeys(CANDIDATES, inf) | times
 
 
 def _as_memory_allows(strategies: Sequence[str], call: Callable[[str], Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ Beside the tensors that autograd sees, couplings hand on the stored form of the 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from redivider.backward.drift import Drift
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import Kept, keep_input
 from redivider.backward.recovery import Recovered, recover
+from redivider.backward.strategy import Keep
 from redivider.coupling import Coupling, Streams, verify_residual, verify_streams
 from redivider.errors import UnitError
 from redivider.replay import Call, Record
@@ -28,8 +29,6 @@ from redivider.replay.autocast import is_autocast_enabled
 
 if TYPE_CHECKING:
     from redivider.backward.overlap import Overlap
-
-Keep: TypeAlias = Literal["graph", "input", "nothing"]
 
 
 class Row:
@@ -120,8 +119,8 @@ class Row:
         """Verify after the forward that every coupling has run in this row."""
         if self._next != len(self.names):
             raise UnitError(
-                "a forward pre-hook on a coupling took arguments away: in a chain it is given the "
-                "streams and one argument more, and must return both, or None"
+                "a coupling did not run as a part of its chain: its class overrides forward; put "
+                "the computation into f"
             )
 
     def hand_back(self, index: int, streams: Streams) -> None:

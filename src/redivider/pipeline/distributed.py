@@ -1,11 +1,11 @@
 """A pipeline over several processes: each holds some of the stages, and runs their part of a tick.
 
 Every process makes the same calls in the same order, and the numbers equal those of `Pipeline`: a
-tick is the same function of the schedule, only that some messages travel (runners/transport.py).
+tick is the same function of the schedule, and only the transport of some messages differs.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -22,15 +22,14 @@ from redivider.pipeline.checkpoint.shards import Parts
 from redivider.pipeline.checkpoint.snapshot import configuration, verify_snapshot
 from redivider.pipeline.diagnostics.probe import Probe
 from redivider.pipeline.partition import cut_evenly, units_of
-from redivider.pipeline.pipeline import Pipeline, Tick
+from redivider.pipeline.pipeline import Pipeline
 from redivider.pipeline.runners.collectives import share_all, share_tree
-from redivider.pipeline.runners.exchange import Mail
 from redivider.pipeline.runners.process_group import own_gpu
+from redivider.pipeline.runners.process_transport import BetweenProcesses
 from redivider.pipeline.runners.topology import Team
-from redivider.pipeline.schedule import Leg, Way
-from redivider.pipeline.stages.message import Flow, Message
+from redivider.pipeline.stages.message import Flow
 from redivider.pipeline.stages.placement import units_of_stages
-from redivider.replay.autocast import Autocast
+from redivider.pipeline.tick import Tick
 from redivider.replay.random import mix_seeds
 from redivider.replay.statistics import counting_layers
 
@@ -64,6 +63,7 @@ class DistributedPipeline(Pipeline):
     """
 
     is_spread = True
+    _transport: BetweenProcesses
 
     def __init__(
         self,
@@ -85,9 +85,6 @@ class DistributedPipeline(Pipeline):
         self._team = team = Team(mesh, self._device, timeout)
         self.num_replicas = team.num_columns
         self._share_loss = share_loss
-        # Side inputs and autocast of every micro-batch in flight: they do not travel both ways.
-        self._known: dict[int, tuple[dict[str, Any], Autocast]] = {}
-        self._future_targets: dict[int, Any] = {}
         if example is not None and _is_meta(units.values()):
             example = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), example)
         with team.guarding():
@@ -103,7 +100,6 @@ class DistributedPipeline(Pipeline):
                 **options,
             )
             self._verify_agreement()
-            self._mail = Mail(team, self._own, self.schedule, self.packing, self._device)
             for stage in self.stages:
                 team.spread([*stage.module.parameters(), *stage.module.buffers()])
                 stage.average = self._average if team.num_columns > 1 else None
@@ -119,7 +115,7 @@ class DistributedPipeline(Pipeline):
     def flush(self, *, update: bool = False) -> list[Tick]:
         with self._guarding():
             ticks = super().flush(update=update)
-            self._mail.finish()
+            self._transport.mail.finish()
             return ticks
 
     @torch.no_grad()
@@ -130,7 +126,7 @@ class DistributedPipeline(Pipeline):
         """
         with self._guarding():
             output = share_tree(self._team, self.evaluate_here(x, **side), self._device)
-            self._mail.catch_up()
+            self._transport.mail.catch_up()
             return output
 
     @torch.no_grad()
@@ -140,12 +136,12 @@ class DistributedPipeline(Pipeline):
             verify_keywords(side, self._takes)
             flow = Flow(x)
             if self._team.place:
-                flow, side = self._mail.take_over()
+                flow, side = self._transport.mail.take_over()
             for stage in self.stages:
                 for unit in stage.units:
                     flow = unit.evaluate(flow, side)
-            self._mail.pass_on(flow, side)
-            self._mail.catch_up()
+            self._transport.mail.pass_on(flow, side)
+            self._transport.mail.catch_up()
         if not self._team.is_last:
             return None
         if flow.dtype is None:
@@ -162,28 +158,16 @@ class DistributedPipeline(Pipeline):
     def state_dict(self) -> dict[str, Any]:
         """Return this process's part of the state; `save` writes all parts as one."""
         with self._guarding():
-            self._drain()
+            self._transport.drain()
             return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from this process's part, or from a whole state, bit for bit."""
         with self._guarding():
-            self._drain()
+            self._transport.drain()
             all_or_none(self._team, lambda: verify_snapshot(self, state))
             super().load_state_dict(state)
-            entries = self._moved(state["microbatches"])
-            ticks = self.schedule.lag("B", self._own[0])  # until it has left
-            self._known = {
-                n: (entry["side"], Autocast(self._device, entry["autocast"]))
-                for n, entry in entries.items()
-                if n - self.in_flight.first + ticks >= self.in_flight.tick
-            }
-            here = {n for inbox in self.in_flight.up for n in inbox}
-            self._future_targets = {
-                n: self._moved(target)
-                for n, target in state["targets"].items()
-                if self._team.is_last and n not in here
-            }
+            self._transport.restore(state)
 
     def save(self, folder: str | Path) -> None:
         """Write the state of all processes to one folder, on a disk that they share."""
@@ -206,7 +190,7 @@ class DistributedPipeline(Pipeline):
         """Receive all messages in flight, so that the other processes can end; call it in all."""
         if self._stopped is None:
             with self._guarding():
-                self._drain()
+                self._transport.drain()
         self._team.watch.close()
 
     @property
@@ -226,7 +210,7 @@ class DistributedPipeline(Pipeline):
     @property
     def num_bytes_sent(self) -> int:
         """Bytes of messages of ticks that this process has sent so far."""
-        return self._mail.num_bytes_sent
+        return self._transport.mail.num_bytes_sent
 
     def __repr__(self) -> str:
         stages = f"{self._own.start} to {self._own[-1]}" if len(self._own) > 1 else self._own[0]
@@ -274,94 +258,20 @@ class DistributedPipeline(Pipeline):
                         f"{other[key]} and not {value}"
                     )
 
-    def _moved(self, tree: Any) -> Any:
-        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), tree)
+    def _make_transport(self) -> BetweenProcesses:
+        return BetweenProcesses(
+            self.in_flight,
+            self.packing,
+            self._caller_tensors,
+            team=self._team,
+            own=self._own,
+            device=self._device,
+            share_loss=self._share_loss,
+            share_norms=self._clip is not None and self._clip.over == "all",
+        )
 
     def _guarding(self) -> AbstractContextManager[None]:
         return self._team.guarding()
-
-    def _enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> None:
-        team, autocast = self._team, Autocast(self._device)
-        self._known[n] = (side, autocast)
-        if team.is_last:
-            self._caller_tensors.note(n, (), target)
-        if team.is_last and team.num_places > 1:
-            self._future_targets[n], target = target, None
-        if team.place == 0:
-            self._caller_tensors.note(n, (x, side), target if team.is_last else None)
-            if x is None:
-                raise ValueError("the first rank of a column needs the inputs, and got none")
-            self.in_flight.up[0][n] = Message(n, Flow(x), autocast, side, target)
-
-    def _deliver(self, way: Way, j: int, message: Message) -> None:
-        if j in self._own:
-            super()._deliver(way, j, message)
-            return
-        self._mail.send(way, message)
-
-    def _fetch(self, way: Way, j: int, n: int) -> Message:
-        if n in self.in_flight.inbox(way, j):
-            return super()._fetch(way, j, n)
-        return self._receive(way, n)
-
-    def _receive(self, way: Way, n: int) -> Message:
-        flow, grads, arrived = self._mail.take(way)
-        side, autocast = self._known[n]
-        if way == "down":
-            return Message(n, flow, autocast, side, grads=grads)
-        self._known[n] = (arrived, autocast)
-        return Message(n, flow, autocast, arrived, self._future_targets.pop(n, None))
-
-    def _backward(self, j: int, n: int) -> None:
-        super()._backward(j, n)
-        if j == self._own[0]:
-            del self._known[n]
-
-    def _run_tick(self) -> Tick:
-        t = self.in_flight.tick
-        self._team.watch.note(f"tick {self.in_flight.first + t}")
-        self._mail.expect(self._arriving(range(t - self.latency, t + self.latency)))
-        tick = super()._run_tick()
-        if self._share_loss:
-            tick = self._with_loss(tick, t)
-        if tick.loss is None and not self._team.is_last:
-            at = self._team.ranks[-1]
-            why = f"the loss is on rank {at}, the last of this column; share_loss=True sends it"
-            return Tick(reason=why)
-        return tick
-
-    def _arriving(self, ticks: range) -> Iterator[Leg]:
-        """Yield the messages that are sent here in the given ticks and have not been received."""
-        flight = self.in_flight
-        for leg in self._mail.arriving(ticks, flight.entered):
-            if flight.first + leg.microbatch not in flight.inbox(leg.way, leg.stage):
-                yield leg
-
-    def _drain(self) -> None:
-        """Receive all messages in flight, so that inboxes hold what they hold in one process."""
-        flight = self.in_flight
-        for way, j, local in self._arriving(range(flight.tick - self.latency, flight.tick)):
-            n = flight.first + local
-            flight.inbox(way, j)[n] = self._receive(way, n)
-        self._mail.finish()
-
-    def _end_tick(self) -> None:
-        self._mail.exchange(self.in_flight.tick - 1, self.in_flight.entered)
-
-    def _norms(self) -> list[Tensor]:
-        if self._clip is None or self._clip.over == "stage":
-            return [torch.zeros(())] * len(self.cut)  # unused
-        mine = torch.zeros(len(self.cut), dtype=torch.float64, device=self._team.device)
-        for stage in self.stages:
-            mine[stage.index] = stage.norm
-        norms = torch.stack(self._team.gather(mine, in_column=True)).sum(0)
-        return list(norms.to(self._device))
-
-    def _contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
-        return dict(self._known)
-
-    def _targets(self) -> dict[int, Any]:
-        return super()._targets() | self._future_targets
 
     @torch.no_grad()
     def _average(self, module: nn.Module) -> None:
@@ -380,19 +290,6 @@ class DistributedPipeline(Pipeline):
         if not all(is_used):  # reading `used` waits for the GPU
             for parameter, grad, part in zip(trained, grads, used.tolist(), strict=True):
                 parameter.grad = grad if part else None
-
-    def _with_loss(self, tick: Tick, t: int) -> Tick:
-        """Send the loss of a tick to all ranks, if it has one."""
-        local = t - self.schedule.lag("F", len(self.cut) - 1)
-        if not 0 <= local < self.in_flight.entered:
-            return tick
-        loss = torch.zeros((), dtype=torch.float64, device=self._team.device)
-        if tick.loss is not None:
-            loss.copy_(tick.loss.detach())
-        self._team.spread_in_column(loss, self._team.num_places - 1)
-        if tick.loss is not None:
-            return tick
-        return Tick(self.in_flight.first + local, loss.to(self._device))
 
 
 def _resolve_device(units: dict[str, nn.Module], device: torch.device | str | None) -> torch.device:

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from redivider.backward.row import Keep
+from redivider.backward.strategy import Keep
 
 
 @dataclass(frozen=True)

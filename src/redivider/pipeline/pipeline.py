@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -35,11 +34,11 @@ from redivider.pipeline.runners.in_flight import InFlight
 from redivider.pipeline.runners.inputs import CallerTensors, verify_inputs, verify_mode
 from redivider.pipeline.runners.prefetch import Prefetch
 from redivider.pipeline.runners.tick_context import EagerTick, TickContext
-from redivider.pipeline.schedule import Action, Schedule, Way
+from redivider.pipeline.runners.transport import InProcess, Transport
+from redivider.pipeline.schedule import Action, Schedule
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.fused_optimizer import fuse
 from redivider.pipeline.stages.loss import Loss
-from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.placement import (
     group_units,
     place_units,
@@ -48,24 +47,13 @@ from redivider.pipeline.stages.placement import (
     verify_unshared,
 )
 from redivider.pipeline.stages.stage import Ahead, Clip, Stage
-from redivider.replay.autocast import Autocast, without_autocast
-from redivider.tree import tensors_of
+from redivider.pipeline.tick import Tick
+from redivider.replay.autocast import without_autocast
 
 if TYPE_CHECKING:
     from redivider.pipeline.diagnostics.probe import Probe
 
 logger = logging.getLogger("redivider")
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Result of a tick: the micro-batch whose loss was computed; None while the pipeline fills."""
-
-    microbatch: int | None = None
-    loss: Tensor | None = None
-    aux: Any = None
-    reason: str | None = None
-    """Why there is no loss although the pipeline is full: it is in another process."""
 
 
 class Pipeline:
@@ -188,6 +176,7 @@ class Pipeline:
                     stage.ahead = Ahead(accumulate, self._factor)
         self.in_flight = InFlight(self.schedule)
         self._caller_tensors = CallerTensors()
+        self._transport = self._make_transport()
         self._stopped: str | None = None
         self._probe: Probe | None = None
         self._tick_context: TickContext = EagerTick()
@@ -224,7 +213,9 @@ class Pipeline:
             if result is not None:
                 self._caller_tensors.forget()  # graphs have copies
                 return Tick(*result)
-        self._enter(self.in_flight.next, x, target, side)
+        message = self._transport.enter(self.in_flight.next, x, target, side)
+        if self._probe is not None and message is not None:
+            self._probe.enter(message)
         self.in_flight.entered += 1
         return self._run_tick()
 
@@ -344,46 +335,15 @@ class Pipeline:
         """Return the stages of this process, which are all, and the seed of its random numbers."""
         return range(len(self.cut)), self.seed
 
-    def _enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> None:
-        """Put a new micro-batch into the first inbox."""
-        tensors = tensors_of(x)
-        if not tensors:
-            raise TypeError(f"a step needs a tensor, or a structure of some, got {x!r}")
-        self._caller_tensors.note(n, (x, side), target)
-        autocast = Autocast(tensors[0].device)
-        message = self.in_flight.up[0][n] = Message(n, Flow(x), autocast, side, target)
-        if self._probe is not None:
-            self._probe.enter(message)
-
-    def _deliver(self, way: Way, j: int, message: Message) -> None:
-        """Deliver a message to a stage."""
-        self.in_flight.inbox(way, j)[message.microbatch] = message.rounded(self.packing)
-
-    def _fetch(self, way: Way, j: int, n: int) -> Message:
-        """Remove a message from a stage's inbox, and return it."""
-        return self.in_flight.inbox(way, j).pop(n)
-
-    def _contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
-        """Return the side inputs and the autocast settings of every micro-batch in flight."""
-        inboxes = (*self.in_flight.up, *self.in_flight.down)
-        return {n: (m.side, m.autocast) for inbox in inboxes for n, m in inbox.items()}
-
-    def _targets(self) -> dict[int, Any]:
-        """Return the targets of the micro-batches whose loss has not been computed."""
-        return {n: message.target for inbox in self.in_flight.up for n, message in inbox.items()}
-
-    def _end_tick(self) -> None:
-        """Run between the actions of a tick and its updates; nothing in one process."""
-
-    def _norms(self) -> list[Tensor]:
-        """Return the gradient norms of all stages at their last updates."""
-        return [stage.norm for stage in self.stages]
-
     def _stage(self, j: int) -> Stage:
         return self.stages[j - self._own.start]
 
+    def _make_transport(self) -> Transport:
+        return InProcess(self.in_flight, self.packing, self._caller_tensors)
+
     def _run_tick(self) -> Tick:
-        result = Tick()
+        result, t = Tick(), self.in_flight.tick
+        self._transport.begin_tick()
         # Units enter the autocast of their own micro-batch. Backward passes and updates run without
         # it, as in plain training, whether the caller is under autocast or not.
         with self._stopping(), without_autocast(self.device):
@@ -401,19 +361,19 @@ class Pipeline:
                 if self.observer is not None:
                     self.observer(Action(kind, j, n), start)
             flight.tick += 1
-            self._end_tick()
+            self._transport.end_tick()
             self._update([s for s in self.stages if s.num_pending >= self.accumulate])
-        return result
+        return self._transport.share(result, t)
 
     def _forward(self, j: int, n: int) -> Tick | None:
-        stage, message = self._stage(j), self._fetch("up", j, n)
+        stage, message = self._stage(j), self._transport.fetch("up", j, n)
         if self._probe is None:
             message = stage.run_forward(message)
         else:
             with self._probe.watching_forward(stage, n) as seen:
                 message = seen["sent"] = stage.run_forward(message)
         if j + 1 < len(self.cut):
-            self._deliver("up", j + 1, message)
+            self._transport.deliver("up", j + 1, message)
             return None
         with naming(f"stage {j}, loss, micro-batch {n}"), message.autocast.again():
             down, loss, aux = self._loss.run(message, self.arithmetic, self._tick_context.guard)
@@ -421,17 +381,18 @@ class Pipeline:
         return Tick(n, loss, aux)
 
     def _backward(self, j: int, n: int) -> None:
-        stage, message = self._stage(j), self._fetch("down", j, n)
+        stage, message = self._stage(j), self._transport.fetch("down", j, n)
         watching = (
             nullcontext() if self._probe is None else self._probe.watching_backward(stage, message)
         )
         with watching:
             message = stage.run_backward(message)
         if j > 0:
-            self._deliver("down", j - 1, message)
+            self._transport.deliver("down", j - 1, message)
+        self._transport.forget(j, n)
 
     def _update(self, stages: Sequence[Stage]) -> None:
-        norms = self._norms()  # those known when the tick began
+        norms = self._transport.norms(self.stages)  # those known when the tick began
         for stage in stages:
             others = [norm for j, norm in enumerate(norms) if j != stage.index]
             with self._tick_context.lane("U", stage.index):

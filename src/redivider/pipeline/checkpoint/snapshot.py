@@ -29,9 +29,9 @@ def take_snapshot(pipe: "Pipeline") -> dict[str, Any]:
         "entered": flight.entered,
         "microbatches": {
             n: {"side": side, "autocast": autocast.settings}
-            for n, (side, autocast) in pipe._contexts().items()
+            for n, (side, autocast) in pipe._transport.contexts().items()
         },
-        "targets": pipe._targets(),
+        "targets": pipe._transport.targets(),
         "stages": {
             stage.index: stage.state_dict_of_training()
             | {

@@ -65,7 +65,8 @@ from redivider.replay.random import captured_from, replayed_from
 from redivider.replay.statistics import counted_later
 
 if TYPE_CHECKING:
-    from redivider.pipeline.pipeline import Pipeline, Tick
+    from redivider.pipeline.pipeline import Pipeline
+    from redivider.pipeline.tick import Tick
 
 logger = logging.getLogger("redivider")
 

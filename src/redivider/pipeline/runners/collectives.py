@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_loads
 
 from redivider.pipeline.runners.topology import Team
-from redivider.pipeline.runners.transport import dtype_of, dump_tree, name_of
+from redivider.pipeline.runners.wire import dtype_of, dump_tree, name_of
 
 
 def share_tree(team: Team, tree: Any, device: torch.device) -> Any:

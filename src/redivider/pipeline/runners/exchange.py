@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from redivider.pipeline.runners.topology import Team
-from redivider.pipeline.runners.transport import (
+from redivider.pipeline.runners.wire import (
     AS_IT_IS,
     Incoming,
     Outgoing,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from redivider.arithmetic import Arithmetic
 from redivider.backward.recovery import run_apart
-from redivider.backward.row import Keep
+from redivider.backward.strategy import Keep
 from redivider.chain import taken
 from redivider.pipeline.stages.aliasing import unaliased
 from redivider.pipeline.stages.message import Flow

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from redivider.arithmetic import Arithmetic
-from redivider.backward.row import Keep
+from redivider.backward.strategy import Keep
 from redivider.chain import taken
 from redivider.errors import UnitError
 from redivider.pipeline.methods import Method, Version

@@ -1,0 +1,183 @@
+"""Transport between processes: stages that are elsewhere are reached through lines (exchange.py).
+
+A message carries its flow, its gradients and, upwards, its side inputs. Targets and autocast
+settings do not travel: every process notes them when the micro-batch enters.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from redivider.pipeline.runners.exchange import Mail
+from redivider.pipeline.runners.in_flight import InFlight
+from redivider.pipeline.runners.inputs import CallerTensors
+from redivider.pipeline.runners.topology import Team
+from redivider.pipeline.runners.transport import Transport
+from redivider.pipeline.schedule import Leg, Way
+from redivider.pipeline.stages.compression import Packing
+from redivider.pipeline.stages.message import Flow, Message
+from redivider.pipeline.stages.stage import Stage
+from redivider.pipeline.tick import Tick
+from redivider.replay.autocast import Autocast
+
+
+class BetweenProcesses(Transport):
+    """Transport of a process that holds some of the stages.
+
+    Args:
+        in_flight: Inboxes of the stages, and counters.
+        packing: How messages between stages are packed.
+        caller_tensors: Record of the caller's tensors that are still needed.
+        team: The processes.
+        own: The stages of this one.
+        device: Device of its stages.
+        share_loss: Whether to send the loss to every rank.
+        share_norms: Whether clipping needs the gradient norms of all stages.
+    """
+
+    def __init__(
+        self,
+        in_flight: InFlight,
+        packing: Packing,
+        caller_tensors: CallerTensors,
+        *,
+        team: Team,
+        own: range,
+        device: torch.device,
+        share_loss: bool,
+        share_norms: bool,
+    ) -> None:
+        super().__init__(in_flight, packing, caller_tensors)
+        self._team, self._own, self._device = team, own, device
+        self._share_loss, self._share_norms = share_loss, share_norms
+        self.mail = Mail(team, own, in_flight.schedule, packing, device)
+        self._contexts: dict[int, tuple[dict[str, Any], Autocast]] = {}
+        self._future_targets: dict[int, Any] = {}  # of micro-batches on their way to the last rank
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is noted of any micro-batch."""
+        return not self._contexts and not self._future_targets
+
+    def enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> Message | None:
+        team, autocast = self._team, Autocast(self._device)
+        self._contexts[n] = (side, autocast)
+        if team.is_last:
+            self._caller_tensors.note(n, (), target)
+        if team.is_last and team.num_places > 1:
+            self._future_targets[n], target = target, None
+        if team.place > 0:
+            return None
+        self._caller_tensors.note(n, (x, side), target if team.is_last else None)
+        if x is None:
+            raise ValueError("the first rank of a column needs the inputs, and got none")
+        message = self._in_flight.up[0][n] = Message(n, Flow(x), autocast, side, target)
+        return message
+
+    def begin_tick(self) -> None:
+        t, latency = self._in_flight.tick, self._in_flight.schedule.latency
+        self._team.watch.note(f"tick {self._in_flight.first + t}")
+        self.mail.expect(self._arriving(range(t - latency, t + latency)))
+
+    def deliver(self, way: Way, stage: int, message: Message) -> None:
+        if stage in self._own:
+            self._put(way, stage, message)
+        else:
+            self.mail.send(way, message)
+
+    def fetch(self, way: Way, stage: int, n: int) -> Message:
+        inbox = self._in_flight.inbox(way, stage)
+        return inbox.pop(n) if n in inbox else self._receive(way, n)
+
+    def forget(self, stage: int, n: int) -> None:
+        if stage == self._own[0]:
+            del self._contexts[n]
+
+    def end_tick(self) -> None:
+        self.mail.exchange(self._in_flight.tick - 1, self._in_flight.entered)
+
+    def drain(self) -> None:
+        """Receive all messages in flight, so that inboxes hold what they hold in one process."""
+        flight = self._in_flight
+        for way, stage, local in self._arriving(
+            range(flight.tick - flight.schedule.latency, flight.tick)
+        ):
+            n = flight.first + local
+            flight.inbox(way, stage)[n] = self._receive(way, n)
+        self.mail.finish()
+
+    def contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
+        return dict(self._contexts)
+
+    def targets(self) -> dict[int, Any]:
+        return super().targets() | self._future_targets
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Note what a state knows of the micro-batches in flight, after the inboxes are filled."""
+        flight = self._in_flight
+        ticks = flight.schedule.lag("B", self._own[0])  # until a micro-batch has left
+        self._contexts = {
+            n: (entry["side"], Autocast(self._device, entry["autocast"]))
+            for n, entry in self._moved(state["microbatches"]).items()
+            if n - flight.first + ticks >= flight.tick
+        }
+        here = {n for inbox in flight.up for n in inbox}
+        self._future_targets = {
+            n: self._moved(target)
+            for n, target in state["targets"].items()
+            if self._team.is_last and n not in here
+        }
+
+    def norms(self, stages: Sequence[Stage]) -> list[Tensor]:
+        num_stages = self._in_flight.schedule.num_stages
+        if not self._share_norms:
+            return [torch.zeros(())] * num_stages  # unused
+        mine = torch.zeros(num_stages, dtype=torch.float64, device=self._team.device)
+        for stage in stages:
+            mine[stage.index] = stage.norm
+        norms = torch.stack(self._team.gather(mine, in_column=True)).sum(0)
+        return list(norms.to(self._device))
+
+    def share(self, tick: Tick, t: int) -> Tick:
+        if self._share_loss:
+            tick = self._with_loss(tick, t)
+        if tick.loss is None and not self._team.is_last:
+            at = self._team.ranks[-1]
+            why = f"the loss is on rank {at}, the last of this column; share_loss=True sends it"
+            return Tick(reason=why)
+        return tick
+
+    def _with_loss(self, tick: Tick, t: int) -> Tick:
+        """Send the loss of a tick to all ranks, if it has one."""
+        schedule = self._in_flight.schedule
+        local = t - schedule.lag("F", schedule.num_stages - 1)
+        if not 0 <= local < self._in_flight.entered:
+            return tick
+        loss = torch.zeros((), dtype=torch.float64, device=self._team.device)
+        if tick.loss is not None:
+            loss.copy_(tick.loss.detach())
+        self._team.spread_in_column(loss, self._team.num_places - 1)
+        if tick.loss is not None:
+            return tick
+        return Tick(self._in_flight.first + local, loss.to(self._device))
+
+    def _arriving(self, ticks: range) -> Iterator[Leg]:
+        """Yield the messages that are sent here in these ticks and have not been received."""
+        flight = self._in_flight
+        for leg in self.mail.arriving(ticks, flight.entered):
+            if flight.first + leg.microbatch not in flight.inbox(leg.way, leg.stage):
+                yield leg
+
+    def _receive(self, way: Way, n: int) -> Message:
+        flow, grads, arrived = self.mail.take(way)
+        side, autocast = self._contexts[n]
+        if way == "down":
+            return Message(n, flow, autocast, side, grads=grads)
+        self._contexts[n] = (arrived, autocast)
+        return Message(n, flow, autocast, arrived, self._future_targets.pop(n, None))
+
+    def _moved(self, tree: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), tree)

@@ -1,0 +1,248 @@
+"""A pipeline over processes: the numbers of one process, to the last bit."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.processes import ordered
+from support.processes.cases import batch, equal, finish, model, options, run, sgd
+from support.processes.equalities import (
+    compare,
+    compare_evaluations,
+    compare_replicas,
+    compare_saved,
+    compare_side_inputs,
+    compare_two_pipelines,
+)
+from support.processes.launch import launch
+from support.reference import METHODS
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import redivider as rd
+from redivider.initial import materialise
+
+pytestmark = pytest.mark.slow
+
+over_all_backends = pytest.mark.parametrize("backend", ["gloo", *ordered.MODES])
+
+
+@over_all_backends
+def test_two_processes(backend, tmp_path):
+    settings = [{"method": method} for method in METHODS] if backend == "gloo" else []
+    settings += [
+        {"accumulate": 3, "latency": 2},
+        {"stages": [1, 2, 3, 1, 2], "accumulate": 3, "latency": 3},
+        {"arithmetic": "fixed", "clip_norm": 0.5, "clip_over": "all"},
+        {"lookahead": "momentum", "latency": 2, "lr_by_delay": True},
+        {"message_dtype": torch.bfloat16, "stages": [3, 6]},  # the mask travels, and is not rounded
+        {"message_dtype": torch.int8, "stages": 5},
+    ]
+    compare(settings, 2, backend, tmp_path)
+
+
+@over_all_backends
+def test_three_processes(backend, tmp_path):
+    settings = [
+        {},
+        {"stages": [4, 1, 4], "accumulate": 3, "clip_norm": 0.5},
+        {"stages": 9, "latency": 2, "method": "delayed"},
+    ]
+    compare(settings, 3, backend, tmp_path)
+
+
+@over_all_backends
+def test_four_processes(backend, tmp_path):
+    settings = [
+        {"accumulate": 3},
+        {"stages": [1, 3, 2, 1, 1, 1], "latency": 2, "method": "exact-inverse"},
+        {"stages": 7, "clip_norm": 0.5, "clip_over": "all", "accumulate": 3},
+    ]
+    compare(settings, 4, backend, tmp_path)
+
+
+@over_all_backends
+def test_evaluation_while_the_pipeline_fills(backend, tmp_path):
+    compare_evaluations(backend, tmp_path)
+
+
+@over_all_backends
+def test_side_inputs_of_dtypes_that_backends_do_not_know(backend, tmp_path):
+    compare_side_inputs(backend, tmp_path)
+
+
+@over_all_backends
+def test_two_pipelines_in_the_same_processes(backend, tmp_path):
+    compare_two_pipelines(backend, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, backend",
+    [
+        ({"stages": 5, "latency": 2}, "gloo"),
+        ({"stages": 5, "latency": 2}, "eager"),
+        ({"stages": [1, 2, 2, 2, 2], "method": "delayed-graph", "accumulate": 3}, "gloo"),
+        ({"stages": [1, 2, 2, 2, 2], "accumulate": 3}, "rendezvous"),
+    ],
+    ids=str,
+)
+def test_saved_on_four_processes_it_goes_on_on_two_and_on_one(changes, backend, tmp_path):
+    compare_saved(changes, backend, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "norm, backend", [(True, "gloo"), (False, "gloo"), (True, "device"), (False, "rendezvous")]
+)
+def test_replicas(norm, backend, tmp_path):
+    compare_replicas(norm, backend, tmp_path)
+
+
+def count_bytes(rank, dtypes):
+    found = []
+    for dtype in dtypes:
+        pipe = rd.DistributedPipeline(model(), **options(message_dtype=dtype))
+        for n in range(10):
+            pipe.step(*batch(n)[:2])
+        found.append(pipe.num_bytes_sent)
+        finish(pipe)
+        pipe.close()
+    return found
+
+
+def test_bytes_are_those_of_the_formula(tmp_path):
+    """Two streams upwards; the same, and their gradients, downwards."""
+    sizes = {None: 4, torch.bfloat16: 2, torch.int8: 1}
+    found = launch(count_bytes, tmp_path, list(sizes), world_size=3)
+    for (dtype, size), *ours in zip(sizes.items(), *found, strict=True):
+        stream = 4 * 6 * 8 * size + (4 * 4 if dtype == torch.int8 else 0)  # and a scale a sample
+        # Of three stages in ten ticks: 10 and 9 upwards, 7 and 8 downwards.
+        assert ours == [10 * 2 * stream, (9 * 2 + 7 * 4) * stream, 8 * 4 * stream]
+
+
+def on_meta(rank):
+    before = sum(each.numel() for each in gc_tensors())
+    net = rd.create_model("rev_gpt_nano", device="meta", context=16, vocabulary=50)
+    if rank == 2:  # the head is in the loss, and gets the weights of its name in the model
+        materialise(dict(list(net.named_children())[-1:]), seed=3)
+    pipe = rd.DistributedPipeline(
+        net[:-1], loss=rd.ChunkedCrossEntropy(net[-1]), optimizer=sgd, seed=3, share_loss=True
+    )
+    own = sum(each.numel() for each in gc_tensors()) - before
+    total = sum(each.numel() for each in net.parameters())
+    losses = []
+    for n in range(8):
+        tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(n))
+        tick = pipe.step(tokens if rank == 0 else None, tokens if rank == 2 else None)
+        losses.append(None if tick.loss is None else float(tick.loss))
+    sent = pipe.num_bytes_sent
+    return own / total, losses, pipe.full_state_dict(), sent
+
+
+def gc_tensors():
+    gc.collect()
+    found = [each for each in gc.get_objects() if torch.is_tensor(each) and not each.is_meta]
+    return {each.untyped_storage().data_ptr(): each for each in found if each.numel()}.values()
+
+
+def test_a_model_without_memory_is_given_some_where_its_stages_are(tmp_path):
+    torch.set_num_threads(1)
+    found = launch(on_meta, tmp_path, world_size=3)
+    parts = [part for part, *_ in found]
+    assert max(parts) < 0.8 and sum(parts) == pytest.approx(1, abs=0.02), parts
+    net = rd.create_model("rev_gpt_nano", seed=3, context=16, vocabulary=50)
+    pipe = rd.Pipeline(
+        net[:-1], stages=3, loss=rd.ChunkedCrossEntropy(net[-1]), optimizer=sgd, seed=3
+    )
+    losses = []
+    for n in range(8):
+        tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(n))
+        tick = pipe.step(tokens, tokens)
+        losses.append(None if tick.loss is None else float(tick.loss))
+    for _, each, _, _ in found:
+        assert each == losses
+    weights = pipe.full_state_dict()
+    for _, _, full, _ in found:
+        assert equal(full, weights)
+
+
+class Either(nn.Module):
+    """Uses one of two weights, and gives more than tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return {"scores": (self.one if x.sum() > 0 else self.other)(x), "none": None, "number": 3}
+
+
+def choose(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    torch.manual_seed(0)
+    pipe = rd.DistributedPipeline(
+        [nn.Linear(5, 5), Either()],
+        mesh=mesh,
+        **options(loss=lambda output, target: F.cross_entropy(output["scores"], target)),
+    )
+    for n in range(20):
+        x, y, _ = batch(n, data_rank=rank // 2)
+        pipe.step(x[:, 0], y)
+    finish(pipe)
+    output = pipe.evaluate(x[:, 0])
+    return pipe.full_state_dict(), output
+
+
+def test_replicas_that_use_different_weights(tmp_path):
+    found = launch(choose, tmp_path, world_size=4)
+    for weights, output in found:
+        assert all(torch.equal(weights[name], found[0][0][name]) for name in weights)
+        assert output["none"] is None and output["number"] == 3 and output["scores"].shape == (4, 3)
+
+
+def backwards(rank):
+    mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("stage",))
+    pipe = rd.DistributedPipeline(model(), mesh=mesh, **options())
+    losses = run(pipe, 0, 12)
+    weights = pipe.full_state_dict()
+    x, _, mask = batch(99)
+    output = pipe.evaluate(x, **({"mask": mask} if rank == 1 else {}))
+    pipe.close()  # with things in flight
+    return losses, output, weights
+
+
+def test_a_mesh_in_another_order(tmp_path):
+    torch.set_num_threads(1)
+    found = launch(backwards, tmp_path, world_size=2)
+    pipe = rd.Pipeline(model(), stages=2, **options())
+    losses = run(pipe, 0, 12)
+    assert [loss.item() for _, loss in found[0][0]] == [loss.item() for _, loss in losses]
+    weights = pipe.full_state_dict()
+    for _, _, full in found:
+        assert equal(full, weights)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def odd_ones(rank, folder):
+    pipe = rd.DistributedPipeline(model(), **options())
+    with pytest.raises(ValueError, match="holds no readable manifest"):
+        pipe.load(folder / "nowhere")
+    (folder / "file").touch()
+    with pytest.raises((OSError, ValueError), match="file"):
+        pipe.save(folder / "file" / "state")  # and they go on
+    with pytest.raises(ValueError, match=r"use rd\.Pipeline"):
+        pipe.probe()
+    tick = pipe.step(*batch(0)[:2])
+    assert rank or (tick.loss is None and "rank 1" in tick.reason)
+    pipe.close()  # else this process may end before the other one has sent
+    return repr(pipe)
+
+
+def test_what_is_elsewhere_is_said(tmp_path):
+    found = launch(odd_ones, tmp_path, tmp_path, world_size=2)
+    assert "rank 0" in found[0] and "DistributedPipeline" in found[1]
+
+
+def test_without_other_processes_it_says_how_to_start_them():
+    with pytest.raises(rd.PipelineError, match="torchrun"):
+        rd.DistributedPipeline(model(), **options())

@@ -1,0 +1,305 @@
+"""The pipeline's weights follow the equations, tick by tick, for every method."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.pipelines import (
+    CUTS,
+    OPTIMIZERS,
+    OneOff,
+    batches,
+    build,
+    network,
+    refer,
+)
+from support.reference import METHODS, Reference
+from torch import nn
+
+import redivider as rd
+from redivider.checks.memory import Live
+from redivider.pipeline.stages.lookahead import predict
+
+SLOW = pytest.mark.slow
+BOUND = 1e-12
+TICKS = 24
+
+
+def distance(model: rd.Chain, reference: Reference) -> float:
+    true = reference.parameters()
+    pairs = [(p.detach(), true[name].detach()) for name, p in model.named_parameters()]
+    assert len(pairs) == len(true)
+    return max(float((p - t).norm() / t.norm()) for p, t in pairs)
+
+
+def follow(cut, method, accumulate, latency, optimizer="sgd", cls=rd.Pipeline, **options):
+    """Run both; return how far apart they are, after the ticks, a flush, and more of both."""
+    # The first stage ends five updates after its first backward.
+    ticks = 2 * latency * (len(cut) - 1) + 5 * accumulate + 1
+    model = network()
+    reference = refer(model, cut, method, accumulate, latency, optimizer, **options)
+    pipe = build(cls, model, cut, method, accumulate, latency, optimizer, **options)
+    losses = []
+    distances = []
+    for number in (ticks, 5):
+        for x, target in batches(number):
+            reference.tick((x, target))
+            tick = pipe.step(x, target)
+            losses += [] if tick.loss is None else [tick.loss.item()]
+        distances.append(distance(model, reference))
+        reference.flush()
+        losses += [tick.loss.item() for tick in pipe.flush()]
+        distances.append(distance(model, reference))
+    if cls is rd.Pipeline:
+        assert losses == pytest.approx(reference.losses, rel=1e-11)
+        assert len(losses) == ticks + 5
+        assert min(reference.updates) >= 5
+    assert [s.num_updates for s in pipe.stages] == reference.updates
+    return distances
+
+
+@pytest.mark.parametrize(
+    "stages, accumulate, latency",
+    [(1, 3, 3), (2, 1, 1), (2, 2, 3), (3, 3, 2), (5, 2, 1), pytest.param(10, 3, 1, marks=SLOW)],
+)
+def test_petra(stages, accumulate, latency):
+    assert max(follow(CUTS[stages], "petra", accumulate, latency)) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "stages, accumulate, latency", [(3, 3, 2), pytest.param(5, 2, 1, marks=SLOW)]
+)
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "petra"])
+def test_other_methods(method, stages, accumulate, latency):
+    assert max(follow(CUTS[stages], method, accumulate, latency)) <= BOUND
+
+
+@st.composite
+def cuts(draw):
+    """Draw the sizes of up to five stages of the network's 12 units."""
+    ends = draw(st.sets(st.integers(1, 11), max_size=4))
+    return [b - a for a, b in pairwise([0, *sorted(ends), 12])]
+
+
+@SLOW
+@settings(max_examples=10)
+@given(
+    cut=cuts(),
+    method=st.sampled_from([*METHODS]),
+    accumulate=st.integers(1, 4),
+    latency=st.integers(1, 3),
+    lookahead=st.sampled_from([None, "momentum"]),
+    lr_by_delay=st.booleans(),
+)
+@example([1] * 12, "petra", 1, 1, None, False)
+@example([1, 1, 3, 1, 6], "delayed-graph", 2, 1, None, False)
+@example(CUTS[3], "petra", 1, 3, None, False)
+def test_any_cut_and_any_options(cut, method, accumulate, latency, lookahead, lr_by_delay):
+    options = {"lookahead": lookahead, "lr_by_delay": lr_by_delay}
+    assert max(follow(cut, method, accumulate, latency, **options)) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS)[1:4])
+@pytest.mark.parametrize("method", ["petra", "delayed"])
+def test_optimizers(method, optimizer):
+    assert max(follow(CUTS[3], method, 2, 1, optimizer)) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "method, stages, accumulate, latency",
+    [
+        ("petra", 5, 3, 1),
+        *(pytest.param(method, 3, 2, 1, marks=SLOW) for method in METHODS if method != "petra"),
+    ],
+)
+def test_lookahead(method, stages, accumulate, latency):
+    found = follow(CUTS[stages], method, accumulate, latency, lookahead="momentum")
+    assert max(found) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer",
+    ["sgd plain", "sgd fused", "adam", "adamw small", "amsgrad", "groups", "rate as a tensor"],
+)
+def test_lookahead_of_optimizers(optimizer):
+    assert max(follow(CUTS[3], "petra", 1, 1, optimizer, lookahead="momentum")) <= 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lookahead", [None, "momentum"])
+@pytest.mark.parametrize("stages, accumulate, latency", [(1, 2, 1), (3, 3, 2)])
+def test_rates_by_delay(stages, accumulate, latency, lookahead):
+    options = {"lookahead": lookahead, "lr_by_delay": True}
+    assert max(follow(CUTS[stages], "petra", accumulate, latency, **options)) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw small", "groups", "rate as a tensor"])
+def test_rates_by_delay_of_optimizers(optimizer):
+    assert max(follow(CUTS[3], "petra", 2, 1, optimizer, lr_by_delay=True)) <= 1e-9
+
+
+@SLOW
+def test_rates_by_delay_without_a_schedule_and_beside_one_of_torchs():
+    made = []
+
+    def optimizer(stage):
+        made.append(torch.optim.SGD(stage.parameters(), lr=0.7))
+        if len(made) > 2:  # as after a scheduler, or before one that goes on
+            made[-1].param_groups[0]["initial_lr"] = 1.4
+        return made[-1]
+
+    options = {"loss": F.cross_entropy, "optimizer": optimizer, "accumulate": 4, "latency": 3}
+    pipe = rd.Pipeline(network(), stages=CUTS[5], lr_by_delay=True, **options)
+    late = [1 + 2 * 3 * (4 - j) / 4 for j in range(5)]
+    groups = [stage.optimizer.param_groups[0] for stage in pipe.stages]
+    assert [group["lr"] for group in groups] == [0.7 / each for each in late]
+    for x, target in batches(30):  # the first stage updates after 28
+        pipe.step(x, target)
+    assert [group["lr"] for group in groups] == [0.7 / each for each in late]
+    scheduled = rd.Pipeline(
+        network(), stages=CUTS[5], lr_by_delay=True, lr_lambda=lambda update: 1.0, **options
+    )
+    for x, target in batches(30):
+        scheduled.step(x, target)
+    rates = [stage.optimizer.param_groups[0]["lr"] for stage in scheduled.stages]
+    assert rates == [1.4 / each for each in late]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_lookahead_where_a_loss_is_maximised(kind):
+    """Of the negative loss: the same path."""
+    ends = []
+    for maximize in (False, True):
+        model = network()
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        sign = -1 if maximize else 1
+        pipe = rd.Pipeline(
+            model,
+            stages=CUTS[3],
+            loss=lambda y, t, sign=sign: sign * F.cross_entropy(y, t),
+            optimizer=lambda stage, m=maximize, o=options: kind(
+                stage.parameters(), lr=0.01, maximize=m, **o
+            ),
+            lookahead="momentum",
+        )
+        for x, target in batches(18):
+            pipe.step(x, target)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(*ends, rtol=1e-12, atol=1e-14)
+
+
+def test_lookahead_leaves_out_what_does_not_train():
+    one, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = torch.optim.SGD([one, other], lr=0.1, momentum=0.9)
+    for _ in range(2):
+        for each in (one, other):
+            each.grad = torch.ones(3)
+        optimizer.step()
+    other.requires_grad_(False)
+    assert list(predict(optimizer, [1.0, 1.0]).weights) == [one]
+
+
+class Late(nn.Module):
+    """Its second weight is used from the fifth run on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.rand(4).double()) for _ in range(2))
+        self.runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        y = torch.tanh(x * self.first)
+        return y + x * self.second if self.runs > 20 else y
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["delayed", "exact-inverse"])
+def test_weights_in_a_stash_do_not_move(method):
+    units = [nn.Linear(5, 4), rd.Duplicate(), *(rd.Coupling(Late()) for _ in range(4)), rd.Fuse()]
+    model = rd.Chain([*units, nn.Linear(8, 3)]).double()
+    pipe = build(rd.Pipeline, model, "auto", method, 1, 1, lookahead="momentum")
+    own = {id(each) for each in model.parameters()}
+    pipe_units = [unit for stage in pipe.stages for unit in stage.units if unit.weights.stash]
+    for x, target in batches(40):
+        pipe.step(x, target)
+        stashed = [
+            w for unit in pipe_units for each in unit.weights.stash.copies.values() for w in each
+        ]
+        assert stashed or pipe.in_flight.tick < 25
+        assert not any(id(each) in own for each in stashed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_lookahead_takes_one_more_copy_of_the_weights(accumulate):
+    model = network()
+    held = []
+    for lookahead in (None, "momentum"):
+        with Live() as live:
+            pipe = build(rd.Pipeline, model, CUTS[3], "petra", accumulate, 1, lookahead=lookahead)
+            for x, target in batches(12):
+                pipe.step(x, target)
+            held.append(live.bytes)
+        del pipe
+    but_the_last = sum(p.nbytes for unit in list(model)[: -CUTS[3][-1]] for p in unit.parameters())
+    assert held[1] - held[0] == but_the_last
+
+
+@pytest.mark.slow
+def test_lookahead_changes_the_path():
+    ends = []
+    for lookahead in (None, "momentum"):
+        model = network()
+        pipe = build(rd.Pipeline, model, CUTS[5], "petra", 1, 1, lookahead=lookahead)
+        for x, target in batches(TICKS):
+            pipe.step(x, target)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert float((ends[0] - ends[1]).norm()) > 1e-3
+
+
+def test_what_cannot_be_predicted_is_refused():
+    def make(optimizer, lookahead="momentum"):
+        return rd.Pipeline(
+            network(), stages=3, loss=F.cross_entropy, optimizer=optimizer, lookahead=lookahead
+        )
+
+    with pytest.raises(ValueError, match="needs SGD with a momentum"):
+        make(lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="knows SGD, Adam, AdamW, not RMSprop"):
+        make(lambda stage: torch.optim.RMSprop(stage.parameters()))
+    with pytest.raises(ValueError, match=r"lookahead must be None or \"momentum\", got 'mom'"):
+        make(lambda stage: torch.optim.Adam(stage.parameters()), "mom")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_the_control_messages_one_tick_off_leave_the_path(method):
+    assert min(follow(CUTS[3], method, 1, 1, cls=OneOff)) > 1e-4
+
+
+@pytest.mark.slow
+def test_the_methods_differ_from_each_other():
+    """Or the tests above could not tell them apart."""
+    ends = {}
+    for method in METHODS:
+        model = network()
+        pipe = build(rd.Pipeline, model, CUTS[5], method, 1, 1)
+        for x, target in batches(TICKS):
+            pipe.step(x, target)
+        ends[method] = torch.cat([p.detach().flatten() for p in model.parameters()])
+    same = {"delayed", "delayed-graph", "exact-inverse"}
+    for one in METHODS:
+        for other in METHODS:
+            apart = float((ends[one] - ends[other]).norm())
+            if one == other or {one, other} <= same:
+                assert apart <= 1e-11, (one, other)
+            else:
+                assert apart > 1e-6, (one, other)

@@ -1,0 +1,1 @@
+"""Tests of whole runs: commands, training, processes and their failures, the wheel."""

@@ -1,0 +1,111 @@
+"""A rank that fails ends all of them, in seconds and with the reason; nothing hangs."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.processes.cases import model, options, run
+from support.processes.failures import (
+    CASES,
+    exits,
+    exits_while_others_load,
+    is_stopped,
+    meet,
+    raises,
+    sleeps_unread,
+)
+from support.processes.launch import launch, rank_env
+from torch.distributed import TCPStore
+
+import redivider as rd
+from redivider.pipeline.runners.heartbeat import BEAT
+
+pytestmark = pytest.mark.slow
+
+
+ON_A_DEVICE = [raises, exits, exits_while_others_load, sleeps_unread, is_stopped]
+ON_A_HOST = [case for case in CASES if case not in (sleeps_unread, exits_while_others_load)]
+
+
+@pytest.mark.parametrize("case", ON_A_HOST, ids=lambda case: case.__name__)
+def test_all_ranks_end(case, tmp_path):
+    meet(case, tmp_path)
+
+
+@pytest.mark.parametrize("case", ON_A_DEVICE, ids=lambda case: case.__name__)
+def test_all_ranks_end_whose_devices_wait(case, tmp_path):
+    meet(case, tmp_path, "device")
+
+
+LEAVING = """
+from datetime import timedelta
+from redivider.pipeline.runners import heartbeat as watch
+import redivider as rd
+from support.processes.cases import model, options
+
+def beat(board):
+    try:
+        board._store.wait(["nothing"], timedelta(milliseconds=300))
+    except RuntimeError:
+        pass
+
+watch.BEAT, watch._Board.beat = 0.001, beat
+pipe = rd.DistributedPipeline(model(), **options())
+"""
+
+
+def test_a_process_ends_in_peace_while_its_thread_talks_to_the_store():
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    env = os.environ | rank_env(0, 1, store.port) | {"PYTHONPATH": path}
+    found = subprocess.run([sys.executable, "-c", LEAVING], env=env, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+def test_stages_that_do_not_fit(tmp_path):
+    found = launch(_too_many, tmp_path, world_size=3)
+    assert all("2 stages cannot be spread over 3 processes" in each for each in found)
+
+
+def _too_many(rank):
+    try:
+        rd.DistributedPipeline(model(), stages=2, **options())
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "device"])
+def test_a_pipeline_that_cannot_be_built_leaves_the_others_usable(backend, tmp_path):
+    found = launch(_build_twice, tmp_path, world_size=3, backend=backend)
+    assert len(found[-1]) == 2 and not found[0]  # the losses are on the last rank
+
+
+def _build_twice(rank):
+    told = "2 stages cannot be spread over 3 processes"
+    with pytest.raises((ValueError, rd.PipelineError), match=told):  # its own, or another rank's
+        rd.DistributedPipeline(model(), stages=2, **options())
+    time.sleep(3 * BEAT)  # until its thread has heard of the error, if it still listens
+    pipe = rd.DistributedPipeline(model(), stages=3, **options())
+    losses = run(pipe, 0, 4)
+    pipe.close()
+    return losses
+
+
+def test_ranks_that_disagree(tmp_path):
+    for name, (first, second), said in (
+        ("accumulate", (1, 2), "2 and not 1"),
+        ("lr_by_delay", (False, True), "True and not False"),
+    ):
+        found = launch(_disagree, tmp_path / name, name, first, second)
+        message = f"rank 1 was given another {name} than rank 0: {said}"
+        assert all(message in each for each in found)
+
+
+def _disagree(rank, name, *values):
+    try:
+        rd.DistributedPipeline(model(), **{name: values[rank]}, **options())
+    except (ValueError, rd.PipelineError) as error:
+        return str(error)

@@ -1,0 +1,136 @@
+"""`redivider train` under torchrun: the run of one process, whatever happens on the way."""
+
+import os
+from pathlib import Path
+
+import pytest
+from support.processes.launch import launch
+from support.processes.torchrun import equal, kill_one, listen, run_ranks, small, start
+from support.training import rows
+
+from redivider.train.compare import compare
+from redivider.train.errors import TrainError
+from redivider.train.loop import train
+from redivider.train.recipe import read_recipe
+
+pytestmark = pytest.mark.slow
+
+NUM_RUNS = int(os.environ.get("REDIVIDER_STRESS", "1"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run in one process."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(small(), folder / "run")
+    (folder / "recipe.json").write_text(small().to_json())
+    return folder / "run"
+
+
+@pytest.fixture
+def asked(whole, tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return str(whole.parent / "recipe.json")
+
+
+@pytest.mark.parametrize("number", range(NUM_RUNS))
+def test_a_rank_is_killed_and_all_go_on(number, whole, asked):
+    kill_one(number, asked, whole)
+
+
+def test_a_stopped_run_goes_on_in_another_number_of_processes(tmp_path, monkeypatch):
+    """Of 260 steps and more: ranks agree to stop about once a second."""
+    monkeypatch.chdir(tmp_path)
+    whole, asked = tmp_path / "whole", "recipe.json"
+    train(small(epochs=3.0), whole)
+    Path(asked).write_text(small(epochs=3.0).to_json())
+    process = start(3, "train", asked, "--out", "run", stop="1:70")
+    said = listen(process)
+    assert "and saved; go on with: redivider train --resume run" in said, said
+    assert said.count("and saved") == 1  # one of them speaks
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # none of them is left
+    assert 70 <= last_step() < 260
+    process = start(2, "train", "--resume", "run", stop=f"0:{last_step() + 20}")
+    said = listen(process)
+    assert "and saved" in said, said
+    assert last_step() < 260
+    train(read_recipe(Path("run/recipe.json")), Path("run"), resume=True)
+    assert equal(Path("run"), whole)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_rank_whose_memory_is_full_says_so(rank, asked):
+    _, said = run_ranks(2, "train", asked, "--out", "run", full=f"{rank}:9")
+    lines = [line for line in said.splitlines() if line.startswith("redivider: ")]
+    assert len(lines) == 1, said
+    much = f"{2**40:,} MiB"
+    assert lines[0].startswith(f"redivider: no memory is left on cpu for {much}, in stage"), said
+
+
+def last_step() -> int:
+    return max(int(each.name.removeprefix("step-")) for each in Path("run/checkpoints").glob("s*"))
+
+
+def test_replicas(asked):
+    words = ("--out", "run", "--replicas", "2", "--stages", "2", "--epochs", "6")
+    codes, said = run_ranks(4, "train", asked, *words)
+    assert codes == [0] * 4, said
+    found = rows(Path("run"))
+    assert found[-1]["loss"] < 0.8 * found[0]["loss"]
+    assert found[-1]["step"] == 6 * 44  # half of 89 micro-batches an epoch, for each replica
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"method": "reverse"}, "reverse runs in one process; take a pipeline's method"),
+        ({"probe_every": 5}, "a probe needs the whole network in one process"),
+    ],
+)
+def test_what_cannot_be_spread(changes, reason, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TrainError, match=reason) as caught:
+        train(small(**changes), tmp_path / "run")
+    assert not caught.value.is_first and not (tmp_path / "run").exists()
+
+
+def test_a_comparison_runs_in_one_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TrainError, match="a comparison runs in one process"):
+        compare(small(compare=("store", "petra")), tmp_path / "run")
+
+
+def test_replicas_need_processes(tmp_path):
+    with pytest.raises(TrainError, match="2 replicas need as many processes"):
+        train(small(replicas=2), tmp_path / "run")
+
+
+def test_an_attempt_goes_on_in_the_folder_of_its_own_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    train(small(epochs=0.1), tmp_path / "run")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    train(small(epochs=0.1), tmp_path / "run", numbered=True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(small(epochs=0.1), tmp_path / "run", numbered=True).folder.name == "run-2"
+    with pytest.raises(TrainError, match="is there already"):
+        train(small(epochs=0.1), tmp_path / "run")  # which is not this one's
+
+
+def test_what_does_not_fit(tmp_path):
+    for said in launch(_do_not_fit, tmp_path, world_size=3):
+        assert said[0] == "3 processes cannot be 2 replicas of a pipeline"
+        assert said[1].startswith("2 stages cannot be spread over 3 processes; start 2 or fewer")
+
+
+def _do_not_fit(rank):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3"}
+    said = []
+    for changes in ({"replicas": 2}, {"stages": 2}):
+        try:
+            train(small(**changes), Path("nowhere"))
+        except TrainError as error:
+            said.append(str(error))
+    return said

@@ -1,0 +1,1 @@
+"""Helpers of the tests: oracles, small networks, runs and processes. No test is in here."""

@@ -1,0 +1,245 @@
+"""What a pipeline over processes computes is what one process computes, over any backend."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import redivider as rd
+from redivider.pipeline.runners import wire
+from support.processes import cases
+from support.processes.cases import batch, equal, finish, model, options, run
+from support.processes.launch import launch
+
+NUM = 24  # micro-batches
+
+
+def train(rank, settings):
+    found = []
+    for changes in settings:
+        pipe = rd.DistributedPipeline(model(), **options(**changes))
+        losses = run(pipe, 0, NUM)
+        x, _, mask = batch(99)
+        output = pipe.evaluate(x if rank == 0 else None, **({"mask": mask} if rank == 0 else {}))
+        losses += finish(pipe)
+        found.append((losses, output, pipe.full_state_dict(), len(pipe._units)))
+        assert pipe._transport.is_empty
+        pipe.close()
+    return found
+
+
+def compare(settings, world_size, backend, tmp_path):
+    torch.set_num_threads(1)
+    results = launch(train, tmp_path, settings, world_size=world_size, backend=backend)
+    for changes, *ours in zip(settings, *results, strict=True):
+        pipe = rd.Pipeline(model(), **options(**{"stages": world_size, **changes}))
+        losses = run(pipe, 0, NUM)
+        x, _, mask = batch(99)
+        output = pipe.evaluate(x, mask=mask)
+        losses += finish(pipe)
+        weights = pipe.full_state_dict()
+        assert len(losses) == NUM
+        for rank, (_, there, full, _) in enumerate(ours):
+            assert torch.equal(there.cpu(), output.cpu()), (changes, rank)
+            assert equal(full, weights), (changes, rank)
+        for (n, one), (m, other) in zip(losses, ours[-1][0], strict=True):
+            assert n == m and torch.equal(one.cpu(), other.cpu())
+        assert all(not losses for losses, *_ in ours[:-1])
+        assert sum(num for *_, num in ours) == len(pipe._units)
+
+
+def evaluate_between(pipe, num: int) -> list:
+    """Evaluate before the first step, and after each of some."""
+    found = []
+    for n in range(num + 1):
+        x, target, mask = batch(n)
+        y, _, other = batch(100 + n, size=2 + n)  # of another size each time
+        found.append(pipe.evaluate(y, mask=other))
+        pipe.step(x, target, mask=mask)
+    return found
+
+
+def evaluate_early(rank, latencies):
+    found = []
+    for latency in latencies:
+        pipe = rd.DistributedPipeline(model(), **options(latency=latency))
+        found.append((evaluate_between(pipe, 2 * latency), pipe.full_state_dict()))
+        for _ in range(10):
+            pipe.evaluate(batch(0)[0], mask=batch(0)[2])
+        assert len(pipe.team._begun) <= latency + 3  # what is under way does not pile up
+        pipe.close()
+    return found
+
+
+def compare_evaluations(backend, tmp_path):
+    """Before the first step, and after each of those that fill the pipeline."""
+    torch.set_num_threads(1)
+    found = launch(evaluate_early, tmp_path, (1, 2, 3), world_size=3, backend=backend)
+    for latency, *ours in zip((1, 2, 3), *found, strict=True):
+        pipe = rd.Pipeline(model(), stages=3, **options(latency=latency))
+        outputs = evaluate_between(pipe, 2 * latency)
+        weights = pipe.full_state_dict()
+        for there, full in ours:
+            assert all(map(torch.equal, there, outputs))
+            assert equal(full, weights)
+
+
+class Choose(nn.Module):
+    """Adds what a side input of some dtype says."""
+
+    def forward(self, x, chosen, few, nothing):
+        return torch.tanh(x) * chosen + few.to(x.dtype).sum() + nothing.sum()
+
+
+def choose_by_side(pipe, num: int) -> list:
+    ticks = []
+    for n in range(num):
+        x, target, _ = batch(n)
+        dice = torch.Generator().manual_seed(n)
+        side = {
+            "chosen": torch.rand(8, generator=dice) > 0.5,
+            "few": torch.randint(-3, 3, (2,), generator=dice, dtype=torch.int16),
+            "nothing": torch.zeros(0, 2),
+        }
+        side = {name: each.to(x.device) for name, each in side.items()}
+        ticks.append(pipe.step(x[:, 0], target, **side))
+    return [each.loss for each in (*ticks, *pipe.flush()) if each.loss is not None]
+
+
+def odd_units() -> rd.Chain:
+    torch.manual_seed(0)
+    takes = ("chosen", "few", "nothing")
+    couplings = [rd.Coupling(Choose(), takes=takes) for _ in range(3)]
+    units = [nn.Linear(5, 8), rd.Duplicate(), *couplings, rd.Fuse("mean"), nn.Linear(8, 3)]
+    return rd.Chain(units).to(cases.DEVICE)
+
+
+def odd_sides(rank):
+    pipe = rd.DistributedPipeline(odd_units(), share_loss=True, **options())
+    return choose_by_side(pipe, 9)
+
+
+def compare_side_inputs(backend, tmp_path):
+    """Of dtypes that backends do not know."""
+    torch.set_num_threads(1)
+    found = launch(odd_sides, tmp_path, world_size=3, backend=backend)
+    losses = choose_by_side(rd.Pipeline(odd_units(), stages=3, **options()), 9)
+    assert len(losses) == 9
+    for ours in found:
+        assert [float(each) for each in ours] == [float(each) for each in losses]
+
+
+def save(rank, changes, folder, num):
+    pipe = rd.DistributedPipeline(model(), **options(**changes))
+    losses = run(pipe, 0, num)
+    pipe.save(folder)
+    losses += run(pipe, num, NUM)  # saving disturbs nothing
+    losses += finish(pipe)
+    return losses, pipe.full_state_dict()
+
+
+def go_on(rank, changes, folder, num, first):
+    wire.NUM_TAGS = 8  # they begin anew often
+    pipe = rd.DistributedPipeline(model(dropout=0.3), **options(**changes))
+    run(pipe, 0, first)  # forgotten
+    pipe.load(folder)
+    losses = run(pipe, num, NUM) + finish(pipe)
+    return losses, pipe.full_state_dict()
+
+
+def compare_saved(changes, backend, tmp_path):
+    """Saved on four processes it goes on on two and on one."""
+    torch.set_num_threads(1)
+    folder, num = tmp_path / "state", 13
+    whole = rd.Pipeline(model(), **options(**changes))
+    losses = run(whole, 0, NUM) + finish(whole)
+    weights = whole.full_state_dict()
+    four = launch(save, tmp_path, changes, folder, num, world_size=4, backend=backend)
+    assert equal(four[0][1], weights)
+    two = launch(go_on, tmp_path / "two", changes, folder, num, 5, backend=backend)
+    alone = rd.Pipeline(model(), **options(**changes))
+    alone.load(folder)
+    ends = [(run(alone, num, NUM) + finish(alone), alone.full_state_dict()), two[-1]]
+    for there, full in ends:
+        assert equal(full, weights)
+        for (n, one), (m, other) in zip(losses[-9:], there[-9:], strict=True):
+            assert n == m and torch.equal(one.cpu(), other.cpu())
+    # And back: written by one process, continued by three.
+    alone = rd.Pipeline(model(), **options(**changes))
+    run(alone, 0, num)
+    alone.save(folder)
+    three = launch(
+        go_on, tmp_path / "three", changes, folder, num, 0, world_size=3, backend=backend
+    )
+    assert equal(three[1][1], weights)
+
+
+def columns(rank, changes, folder, norm):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    column = rank // 2
+    torch.manual_seed(rank)  # replicas begin with the first one's weights
+    net = model(dropout=0.3 if norm else 0.0, norm=norm)
+    if column:
+        for each in net.parameters():
+            torch.nn.init.normal_(each)
+    pipe = rd.DistributedPipeline(net, mesh=mesh, **options(**changes))
+    losses = run(pipe, 0, 13, column)
+    pipe.save(folder)
+    losses += run(pipe, 13, NUM, column) + finish(pipe)
+    first = pipe.full_state_dict()
+    net = model(dropout=0.3 if norm else 0.0, norm=norm)
+    pipe = rd.DistributedPipeline(net, mesh=mesh, **options(**changes))
+    pipe.load(folder)
+    run(pipe, 13, NUM, column)
+    finish(pipe)
+    again = pipe.full_state_dict()
+    assert equal(first, again)
+    return losses, first
+
+
+def compare_replicas(norm, backend, tmp_path):
+    """Two by two ranks; without batch norm they are a pipeline on both batches joined."""
+    torch.set_num_threads(1)
+    changes = {"accumulate": 3, "clip_norm": 0.5}
+    found = launch(
+        columns, tmp_path, changes, tmp_path / "state", norm, world_size=4, backend=backend
+    )
+    weights = found[0][1]
+    for _, other in found:
+        assert equal(weights, other)
+    one, other = (dict(found[rank][0]) for rank in (1, 3))
+    assert len(one) == NUM and all(one[n] != other[n] for n in one)
+    with pytest.raises(ValueError, match="of 2 replicas"):
+        rd.Pipeline(model(), stages=2, **options(**changes)).load(tmp_path / "state")
+    if norm:
+        return  # batch norm sees a replica's batch, and dropout differs
+    pipe = rd.Pipeline(model(dropout=0.0, norm=False), stages=2, **options(**changes))
+    for n in range(NUM):
+        pairs = [batch(n, data_rank=d) for d in (0, 1)]
+        x, y = (torch.cat([pair[i] for pair in pairs]) for i in (0, 1))
+        pipe.step(x, y, mask=pairs[0][2])
+    pipe.flush(update=True)
+    joined = pipe.full_state_dict()
+    assert all(torch.allclose(weights[n], joined[n].cpu(), rtol=1e-4, atol=1e-6) for n in joined)
+
+
+def in_turn(rank):
+    pipes = [rd.DistributedPipeline(model(), **options(latency=2, seed=s)) for s in (1, 2)]
+    for i, first, last in ((0, 0, 5), (1, 0, 12), (0, 5, 20), (1, 12, 20)):
+        run(pipes[i], first, last)
+    for pipe in pipes:
+        finish(pipe)
+    return [pipe.full_state_dict() for pipe in pipes]
+
+
+def compare_two_pipelines(backend, tmp_path):
+    """In the same processes, taking turns."""
+    torch.set_num_threads(1)
+    found = launch(in_turn, tmp_path, backend=backend)
+    for seed, *ours in zip((1, 2), *found, strict=True):
+        pipe = rd.Pipeline(model(), stages=2, **options(latency=2, seed=seed))
+        run(pipe, 0, 20)
+        finish(pipe)
+        weights = pipe.full_state_dict()
+        for full in ours:
+            assert equal(full, weights)

@@ -1,0 +1,196 @@
+"""PETRA and its kin, straight from the equations: explicit histories, plain autograd, no library.
+
+Everything that ever was is kept: the weights of every stage at every tick, the input of every unit
+for every micro-batch. What a method may look at is then a choice of indices.
+"""
+
+import copy
+from collections import defaultdict
+
+import torch
+from torch.func import functional_call
+
+import redivider as rd
+
+# method: (weights of the gradient, weights of the inverse or None where inputs are kept)
+METHODS = {
+    "petra": ("now", "now"),
+    "dsp": ("now", None),
+    "delayed": ("then", None),
+    "delayed-graph": ("then", None),
+    "exact-inverse": ("then", "then"),
+    "approximate-input": ("then", "now"),
+}
+
+
+class Reference:
+    def __init__(
+        self,
+        units,
+        cut,
+        *,
+        loss,
+        method,
+        accumulate,
+        latency,
+        optimizer,
+        lr_lambda=None,
+        lookahead=None,
+        lr_by_delay=False,
+    ):
+        self.units = copy.deepcopy(list(units))
+        self.J, self.k, self.latency, self.loss = len(cut), accumulate, latency, loss
+        starts = [sum(cut[:j]) for j in range(len(cut))]
+        self.stages = [list(range(s, s + size)) for s, size in zip(starts, cut, strict=True)]
+        self.gradient_by, self.inverse_by = METHODS[method]
+        self.optimizers = {}
+        for j, stage in enumerate(self.stages):
+            parameters = [p for u in stage for p in self.units[u].parameters()]
+            if parameters:
+                self.optimizers[j] = optimizer(parameters)
+        late = [2 * latency * (self.J - 1 - j) / accumulate for j in range(self.J)]  # in updates
+        self.rates = {
+            j: [float(group["lr"]) / (1 + late[j] * lr_by_delay) for group in o.param_groups]
+            for j, o in self.optimizers.items()
+        }
+        self.lr_lambda = lr_lambda or (lambda update: 1.0)
+        self.lookahead = lookahead
+        self.reset()
+        self.sums = [defaultdict(float) for _ in cut]
+        self.counts, self.updates = [0] * self.J, [0] * self.J
+        self.losses, self.gradients = [], []
+
+    def reset(self):
+        self.t, self.batches = 0, []
+        self.weights = []  # [tick][unit]
+        self.used = {}  # [n, unit]: the weights of its forward
+        self.inputs = {}  # [n, unit]: what the unit was given in its forward
+        self.outputs = {}  # [n, j]: what stage j gave in its forward
+        self.back = {}  # [n, j]: (output of stage j as rebuilt above, gradient of it)
+
+    def tick(self, batch=None):
+        t, last = self.t, self.J - 1
+        if batch is not None:
+            self.batches.append(batch)
+        self.weights.append(
+            [{n: p.detach().clone() for n, p in inner(u).named_parameters()} for u in self.units]
+        )
+        for j in range(self.J):
+            n = t - self.latency * j
+            if 0 <= n < len(self.batches):
+                x = self.batches[n][0] if j == 0 else self.outputs[n, j - 1]
+                weights = self.look_ahead(j, n) if self.lookahead else self.weights[t]
+                for u in self.stages[j]:
+                    self.inputs[n, u], self.used[n, u] = x, weights[u]
+                    x = run_unit(self.units[u], weights[u], x)
+                self.outputs[n, j] = _detach(x)
+                if j == last:
+                    leaves = _leaves(x)
+                    loss = self.loss(leaves, self.batches[n][1])
+                    self.losses.append(loss.item())
+                    self.back[n, j] = (_detach(x), _grad(loss, _tuple(leaves)))
+        for j in range(self.J):
+            n = t - self.latency * (2 * last - j)
+            if 0 <= n < len(self.batches):
+                self.take_back(j, n)
+        for j in range(self.J):
+            if self.counts[j] == self.k:
+                self.update(j)
+        self.t += 1
+
+    def look_ahead(self, j, n):
+        """The stage's weights after the updates that come before the backward of n.
+
+        A copy of the optimizer makes them, with gradients of zero and no weight decay.
+        """
+        units = {u: self.units[u] for u in self.stages[j]}
+        units, optimizer = copy.deepcopy((units, self.optimizers.get(j)))
+        earlier = sum((m, j - 1) not in self.back for m in range(n))  # they come back before it
+        for i in range((self.counts[j] + earlier) // self.k if optimizer else 0):
+            for group, rate in zip(optimizer.param_groups, self.rates[j], strict=True):
+                group["lr"] = rate * self.lr_lambda(self.updates[j] + i)
+                group["weight_decay"] = 0.0
+                for each in group["params"]:
+                    each.grad = torch.zeros_like(each)
+            optimizer.step()
+        return {
+            u: {n: p.detach() for n, p in inner(each).named_parameters()}
+            for u, each in units.items()
+        }
+
+    def take_back(self, j, n):
+        now = self.t
+        value, grads = self.back[n, j]
+        for u in reversed(self.stages[j]):
+            unit = self.units[u]
+            then = self.used[n, u]
+            weights = self.weights[now][u] if self.gradient_by == "now" else then
+            x = self.inputs[n, u]
+            if isinstance(unit, rd.Coupling) and self.inverse_by is not None:
+                c, a = value
+                inverse = self.weights[now][u] if self.inverse_by == "now" else then
+                x = (a, c - functional_call(unit.f, inverse, (a,)).detach())
+            leaves, named = _leaves(x), {k: w.clone().requires_grad_() for k, w in weights.items()}
+            y = _tuple(run_unit(unit, named, leaves))
+            wanted = [*[leaf for leaf in _tuple(leaves) if leaf.requires_grad], *named.values()]
+            found = torch.autograd.grad(y, wanted, grads, allow_unused=True, materialize_grads=True)
+            grads, own = found[: len(found) - len(named)], found[len(found) - len(named) :]
+            for name, grad in zip(named, own, strict=True):
+                self.sums[j][u, name] = self.sums[j][u, name] + grad
+                self.gradients.append((n, u, name, grad))
+            value = _detach(x)
+        self.back[n, j - 1] = (value, grads)
+        self.counts[j] += 1
+
+    def update(self, j):
+        for (u, name), total in self.sums[j].items():
+            inner(self.units[u]).get_parameter(name).grad = total / self.counts[j]
+        if j in self.optimizers:
+            factor = self.lr_lambda(self.updates[j])
+            for group, rate in zip(self.optimizers[j].param_groups, self.rates[j], strict=True):
+                group["lr"] = rate * factor
+            self.optimizers[j].step()
+        self.sums[j].clear()
+        self.counts[j] = 0
+        self.updates[j] += 1
+
+    def flush(self):
+        while self.t < len(self.batches) + 2 * self.latency * (self.J - 1):
+            self.tick()
+        self.reset()
+
+    def parameters(self):
+        return {
+            f"{u}.{n}": p for u, unit in enumerate(self.units) for n, p in unit.named_parameters()
+        }
+
+
+def inner(unit):
+    """Return the module that holds the parameters of a unit."""
+    return unit.f if isinstance(unit, rd.Coupling) else unit
+
+
+def run_unit(unit, weights, x):
+    """Run a unit with these weights instead of its own."""
+    if isinstance(unit, rd.Coupling):
+        a, b = x
+        return b + functional_call(unit.f, weights, (a,)), a
+    return functional_call(unit, weights, (x,))
+
+
+def _tuple(x):
+    return x if isinstance(x, tuple) else (x,)
+
+
+def _detach(x):
+    return tuple(each.detach() for each in x) if isinstance(x, tuple) else x.detach()
+
+
+def _leaves(x):
+    if isinstance(x, tuple):
+        return tuple(_leaves(each) for each in x)
+    return x.detach().clone().requires_grad_(x.is_floating_point())
+
+
+def _grad(loss, leaves):
+    return torch.autograd.grad(loss, leaves)

@@ -1,0 +1,153 @@
+"""Recipes that take a second, and commands as a user gives them."""
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import redivider as rd
+from redivider.cli import main
+from redivider.train.engine import BackpropEngine
+from redivider.train.progress import Progress
+from redivider.train.recipe import Recipe
+from support import workers
+from support.patience import seconds
+
+
+def recipe(**options) -> Recipe:
+    """A RevNet of four units on digits."""
+    return Recipe(
+        **{
+            "name": "small",
+            "model": "revnet18",
+            "model_options": {"width": 4},
+            "depths": (1, 1),
+            "data": "digits",
+            "microbatch": 16,
+            "accumulate": 2,
+            "epochs": 0.5,
+            "lr": 0.05,
+            "weight_decay": 1e-3,
+            "warmup": 0.1,
+            "schedule": "cosine",
+            "log_every": 10,
+            "evaluate_every": 0.25,
+            "threads": 1,  # bit equality asks for as many everywhere
+            **options,
+        }
+    )
+
+
+def model(backward: str = "store") -> rd.Chain:
+    """The same network, made by hand."""
+    return rd.create_model(
+        "revnet18",
+        backward=backward,
+        depths=(1, 1),
+        width=4,
+        num_classes=10,
+        image_size=8,
+        in_channels=1,
+    )
+
+
+def groups(parameters) -> list[dict]:
+    """Its parameters as an optimizer takes them: weights decay, norms and biases do not."""
+    trained = list(parameters)
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 1e-3},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def stop_after(monkeypatch, num: int) -> None:
+    """Send SIGINT after so many micro-batches, once, as Ctrl-C does."""
+    monkeypatch.setattr(Progress, "advance", Progress.advance)  # undone at the end
+    send_signal("SIGINT", num)
+
+
+def stop_in_evaluation(monkeypatch) -> None:
+    """Send SIGINT while the first run is evaluated, once."""
+    evaluate, count = BackpropEngine.evaluate, iter(range(10**6))
+
+    def evaluated(self):
+        if next(count) == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(self)
+
+    monkeypatch.setattr(BackpropEngine, "evaluate", evaluated)
+
+
+def rows(folder: Path, kind: str = "train") -> list[dict]:
+    """The lines of a log, without what the clock and the machine say."""
+    found = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    left_out = ("seconds", "samples_per_second", "memory")
+    return [
+        {name: value for name, value in row.items() if name not in left_out}
+        for row in found
+        if row["kind"] == kind
+    ]
+
+
+def start_command(
+    *arguments: object, output: Path, prepare: tuple[object, ...] = ()
+) -> ForkServerProcess:
+    """Start `redivider` in a process of its own, which writes to a file.
+
+    Args:
+        arguments: Of the command line.
+        output: The file.
+        prepare: A function to call there first, and its arguments.
+    """
+    words = [*map(str, arguments)]
+    return workers.start(_run, words, *prepare, folder=Path.cwd(), output=output)
+
+
+def run_command(*arguments: object, prepare: tuple[object, ...] = ()) -> tuple[int, str]:
+    """Run `redivider` in a process of its own; return its exit code and what it said.
+
+    Args:
+        arguments: Of the command line.
+        prepare: A function to call there first, and its arguments.
+    """
+    output = Path.cwd() / ".output.txt"
+    process = start_command(*arguments, output=output, prepare=prepare)
+    assert not workers.end([process], seconds(60)), f"it hangs: {output.read_text()}"
+    said = output.read_text()
+    output.unlink()
+    return process.exitcode, said
+
+
+def _run(words: list[str], prepare: Callable[..., None] | None = None, *args: object) -> int:
+    if prepare is not None:
+        prepare(*args)
+    return main(words)
+
+
+def limit_files(size: int) -> None:
+    """Let no file of this process grow beyond so many bytes; it stands for a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def send_signal(name: str, after: int) -> None:
+    """Send a signal to this process after so many micro-batches, once."""
+    advance, count = Progress.advance, iter(range(1, 10**6))
+
+    def advanced(self):
+        advance(self)
+        if next(count) == after:
+            os.kill(os.getpid(), getattr(signal, name))
+
+    Progress.advance = advanced
+
+
+def hide(module: str) -> None:
+    """Let a module be as if it were not installed, and nothing of ours had asked for it yet."""
+    for name in [name for name in sys.modules if name.startswith("redivider.train")]:
+        del sys.modules[name]
+    sys.modules[module] = None

@@ -1,0 +1,1 @@
+"""Tests of one module each, in folders as in `src/redivider`."""

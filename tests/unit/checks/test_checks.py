@@ -1,0 +1,243 @@
+"""The checkers find what is wrong, pass what is right, and leave everything as it was."""
+
+import random
+import warnings
+
+import pytest
+import torch
+from support.networks import MLP, Attention, Buffered, ConvNorm, vector_chain
+from torch import nn
+
+import redivider as rd
+
+ALL = ("store", "checkpoint", "reverse", "reverse-checkpoint")
+
+
+@pytest.mark.parametrize("backward", ALL)
+def test_check_gradients_passes_what_is_right(backward):
+    chain = vector_chain(lambda w: MLP(w, dropout=0.5), 5, backward=backward).double()
+    x = torch.randn(5, 6).double().requires_grad_()
+    report = rd.check_gradients(chain, x)
+    assert set(report.each) == {"input 0", *(name for name, _ in chain.named_parameters())}
+    assert report.worst <= 1e-12
+    assert (report.worst == 0) == (backward == "store")
+    assert chain.backward == backward
+
+
+def test_under_autocast_gradients_may_differ_as_its_precision_does():
+    couplings = [rd.Coupling(MLP(16)) for _ in range(8)]
+    ends = [rd.Fuse("concat"), nn.LayerNorm(32), nn.Linear(32, 3)]
+    chain = rd.Chain([rd.Duplicate(), *couplings, *ends], backward="reverse")
+    x = 1000 + torch.randn(32, 16)  # so that restored inputs often round to other bf16 numbers
+    with torch.autocast("cpu", torch.bfloat16):
+        found = rd.check_gradients(chain, x)
+        assert 1e-5 < found.worst <= 5e-2
+        with pytest.raises(ValueError, match=r"more than 1.0e-05"):
+            rd.check_gradients(chain, x, tolerance=1e-5)
+
+
+def test_a_cpu_without_bf16_instructions_is_no_error():
+    """There torch warns once, in words of its own, and takes another kernel."""
+    warnings.warn("mkldnn_matmul bf16 path needs a cpu with bf16 support", stacklevel=1)
+
+
+def test_check_gradients_takes_keywords_and_pairs():
+    couplings = [rd.Coupling(Attention(8), takes=("mask",)) for _ in range(3)]
+    chain = rd.Chain(couplings).double()
+    streams = tuple(torch.randn(2, 4, 8).double().requires_grad_() for _ in range(2))
+    mask = torch.zeros(4, 4).double().requires_grad_()
+    report = rd.check_gradients(chain, streams, mask=mask)
+    assert {"input 0", "input 1", "input 2"} < set(report.each)
+
+
+class Moody(nn.Module):
+    """Not the same function twice."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x) * random.random()
+
+
+def test_an_f_that_is_not_deterministic_is_found():
+    random.seed(0)  # two draws may be alike
+    chain = vector_chain(Moody, 3).double()
+    x = torch.randn(5, 6).double()
+    with pytest.raises(ValueError, match=r"unit 4, Coupling\(Moody\).*is f deterministic"):
+        rd.check_reversible(chain, x)
+    with pytest.raises(ValueError, match="its gradient differs from plain backprop's by"):
+        rd.check_gradients(chain, x)
+
+
+def test_chains_inside_of_a_chain_are_stored_too():
+    """Else the truth that a chain is compared with would be found by reversing."""
+    calls = []
+    inner = rd.Chain([rd.Split(), rd.Coupling(MLP(4)), rd.Fuse()])
+    inner[1].f.register_forward_hook(lambda *_: calls.append(inner.backward))
+    outer = rd.Chain([nn.Linear(3, 8), inner, nn.Linear(8, 2)])
+    rd.check_gradients(outer, torch.randn(5, 3))
+    assert calls == ["reverse", "reverse", "store"]
+    assert inner.backward == outer.backward == "reverse"
+
+
+def test_checking_leaves_everything_as_it_was():
+    couplings = [rd.Coupling(f) for f in (ConvNorm(4), ConvNorm(4))]
+    units = [nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Dropout(0.5), rd.Split(dim=1), *couplings]
+    images, vectors = torch.randn(4, 3, 5, 5), torch.randn(5, 6)
+    for chain, x in ((rd.Chain(units), images), (vector_chain(Buffered), vectors)):
+        before = {name: value.clone() for name, value in chain.state_dict().items()}
+        random_state, training = torch.get_rng_state(), [m.training for m in chain.modules()]
+        rd.check_reversible(chain, x)
+        rd.check_gradients(chain, x)
+        rd.measure_memory(chain, x)
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert [m.training for m in chain.modules()] == training
+        assert all(each.grad is None for each in chain.parameters())
+        for name, value in chain.state_dict().items():
+            assert torch.equal(value, before[name]), name
+
+
+def wide_chain(depth: int, backward: str) -> rd.Chain:
+    couplings = [rd.Coupling(nn.Sequential(nn.Linear(32, 32), nn.Sigmoid())) for _ in range(depth)]
+    return rd.Chain([rd.Duplicate(), *couplings, rd.Fuse("add")], backward=backward)
+
+
+STREAM = 4 * 1024 * 32
+
+
+def test_measured_memory_is_what_the_methods_keep():
+    x = torch.randn(1024, 32)
+    for depth in (4, 9):
+        held = {
+            backward: rd.measure_memory(wide_chain(depth, backward), x).held for backward in ALL
+        }
+        # Output; then the last two streams; all first streams; or both of f's activations.
+        assert held["reverse"] == 3 * STREAM
+        assert held["checkpoint"] == pytest.approx((depth + 2) * STREAM, abs=STREAM)
+        assert held["store"] == pytest.approx(2 * depth * STREAM, abs=2 * STREAM)
+
+
+def test_measured_peak_is_flat_too():
+    x = torch.randn(1024, 32)
+    peaks = [rd.measure_memory(wide_chain(depth, "reverse"), x).peak for depth in (4, 32)]
+    weights = 28 * (32 * 32 + 32) * 4  # of their gradients
+    assert peaks[1] - peaks[0] <= weights + STREAM // 8
+
+
+def test_check_memory_passes_reversal_and_refuses_storing():
+    x = torch.randn(256, 32)
+    found = rd.check_memory(lambda depth: wide_chain(depth, "reverse"), x, depths=(3, 9, 27))
+    assert list(found) == [3, 9, 27]
+    assert "KiB" in str(found[3])
+    for backward in ("store", "checkpoint"):
+        with pytest.raises(ValueError, match="grows with depth: depth 8: held"):
+            rd.check_memory(lambda depth, b=backward: wide_chain(depth, b), x)
+    with pytest.raises(TypeError, match="a function from a depth to a chain"):
+        rd.check_memory(wide_chain(2, "reverse"), x)
+    for check in (rd.check_reversible, rd.check_gradients):
+        with pytest.raises(TypeError, match="take a Chain, got Linear"):
+            check(nn.Linear(2, 2), x)
+
+
+def test_a_model_without_memory_can_be_measured_and_cut():
+    model = rd.create_model("revnet18", image_size=32, device="meta")
+    x = torch.empty(2, 3, 32, 32, device="meta")
+    assert rd.measure_memory(model, x).held > 0
+    assert sum(rd.balance(model, 4, example=x)) == len(model)
+
+
+class Told(nn.Linear):
+    def forward(self, x):
+        return {"logits": super().forward(x), "aux": None, "name": "told"}
+
+
+def test_outputs_may_hold_more_than_tensors():
+    chain = rd.Chain([*vector_chain(MLP, 3), Told(3, 2)]).double()
+    x = torch.randn(5, 6).double()
+    assert 0 < rd.check_gradients(chain, x).worst < 1e-12
+    assert rd.measure_memory(chain, x).held > 0
+
+
+def test_sparse_gradients_are_measured():
+    def embedding(sparse):
+        stem = nn.Embedding(1000, 6, sparse=sparse)
+        return rd.Chain([stem, *vector_chain(MLP, 2)])
+
+    x = torch.arange(5)
+    sparse, dense = (rd.measure_memory(embedding(each), x) for each in (True, False))
+    assert sparse.held == dense.held
+    assert 0 < sparse.peak < dense.peak
+    assert rd.check_gradients(embedding(sparse=True), x).worst < 1e-5
+
+
+def test_checkers_compute_gradients_also_where_the_caller_wants_none():
+    chain = vector_chain(MLP, 3, backward="reverse").double()
+    x = torch.randn(5, 6).double()
+    plain = rd.check_gradients(chain, x)
+    memory = rd.measure_memory(chain, x)
+    assert plain.worst > 0
+    with torch.no_grad():
+        assert rd.check_gradients(chain, x).each == plain.each
+        assert rd.measure_memory(chain, x) == memory
+    chain.requires_grad_(False)
+    x.requires_grad_()
+    assert rd.measure_memory(chain, x).peak > 0
+    assert rd.measure_memory(chain, x.detach()).peak > 0
+    with pytest.raises(ValueError, match="two depths or more"):
+        rd.check_memory(lambda depth: vector_chain(MLP, depth), x, depths=(3,))
+
+
+class Rotated(nn.Module):
+    """Of complex numbers."""
+
+    def __init__(self, width):
+        super().__init__()
+        weight = torch.randn(width, width, dtype=torch.complex128) / 3
+        self.weight, self.wrong = nn.Parameter(weight), 0.0
+
+    def forward(self, a):
+        self.wrong *= 1j
+        return a @ self.weight + self.wrong
+
+
+def test_complex_streams_are_checked_whole():
+    chain = rd.Chain([rd.Duplicate(), *(rd.Coupling(Rotated(4)) for _ in range(3)), rd.Fuse()])
+    x = torch.randn(3, 4, dtype=torch.complex128)
+    assert rd.check_reversible(chain, x).worst < 1e-12
+    assert 0 < rd.check_gradients(chain, x).worst < 1e-12
+    assert rd.measure_memory(chain, x).peak > 0
+    chain[1].f.wrong = 1.0  # another number each time it is run, also along the imaginary axis
+    with pytest.raises(rd.UnitError, match="recovered with a relative error"):
+        rd.check_reversible(chain, x)
+    chain.arithmetic = "fixed"
+    with pytest.raises(rd.UnitError, match=r"holds real numbers, got torch\.complex128"):
+        chain(x)
+
+
+class Cached(nn.Module):
+    """Keeps a buffer for the last shape, as rotary embeddings do."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("cache", None, persistent=False)
+
+    def forward(self, a):
+        if self.cache is None or self.cache.shape != a.shape:
+            self.cache = torch.ones_like(a)
+        return self.linear(a) * self.cache
+
+
+def test_buffers_that_are_made_on_the_way_are_gone_again():
+    chain = vector_chain(Cached, 2, backward="reverse")
+    for check in (rd.check_gradients, rd.check_reversible, rd.measure_memory):
+        check(chain, torch.randn(5, 6))
+        assert all(each.cache is None for each in chain.modules() if isinstance(each, Cached))
+    chain(torch.randn(3, 6))
+    before = [each.cache for each in chain.modules() if isinstance(each, Cached)]
+    for check in (rd.check_gradients, rd.check_reversible, rd.measure_memory):
+        check(chain, torch.randn(5, 6))
+        after = [each.cache for each in chain.modules() if isinstance(each, Cached)]
+        assert all(one is other for one, other in zip(before, after, strict=True))

@@ -1,0 +1,224 @@
+"""The probe against explicit histories and plain autograd, and without a trace in the training."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.oracle import equal
+from support.pipelines import CUTS, batches, build, network, refer
+from support.reference import METHODS, inner, run_unit
+from support.stateful import build as build_with_everything
+from support.stateful import feed
+from torch import nn
+
+import redivider as rd
+
+EXACT = ("delayed", "delayed-graph", "exact-inverse")
+
+
+def plain_gradient(units, weights, x, target):
+    """By unit, by name: plain backprop by some weights."""
+    leaves = [{n: w.clone().requires_grad_() for n, w in each.items()} for each in weights]
+    for unit, own in zip(units, leaves, strict=True):
+        x = run_unit(unit, own, x)
+    wanted = [leaf for own in leaves for leaf in own.values()]
+    found = iter(torch.autograd.grad(F.cross_entropy(x, target), wanted))
+    return [{name: next(found) for name in own} for own in leaves]
+
+
+def compare(one, other):
+    a, b = (torch.cat([each.flatten() for each in side]) for side in (one, other))
+    return float(a @ b / (a.norm() * b.norm())), float(a.norm() / b.norm())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method, cut, accumulate, latency, lookahead",
+    [
+        ("petra", CUTS[5], 1, 1, None),
+        ("petra", CUTS[3], 3, 2, None),
+        ("petra", CUTS[5], 1, 1, "momentum"),
+        ("dsp", CUTS[3], 1, 1, None),
+        ("approximate-input", CUTS[5], 2, 1, None),
+        ("delayed-graph", CUTS[3], 1, 1, "momentum"),
+    ],
+)
+def test_it_finds_what_histories_and_plain_autograd_give(
+    method, cut, accumulate, latency, lookahead
+):
+    model = network()
+    reference = refer(model, cut, method, accumulate, latency, lookahead=lookahead)
+    pipe = build(rd.Pipeline, model, cut, method, accumulate, latency, lookahead=lookahead)
+    probe = pipe.probe(every=7)
+    for x, target in batches(30):  # of the fourth, all is known after 21 + 8
+        reference.tick((x, target))
+        pipe.step(x, target)
+    units, gradients, rebuilt_errors = reference.units, {}, []
+    for n, u, name, grad in reference.gradients:
+        gradients.setdefault((n, u), {})[name] = grad
+    assert len({each.microbatch for each in probe.found}) >= 4
+    assert {each.microbatch % 7 for each in probe.found} == {0}
+    for each in probe.found:
+        n, j = each.microbatch, each.stage
+        tick = n + latency * (2 * (len(cut) - 1) - j)
+        x, target = reference.batches[n]
+        now = plain_gradient(units, reference.weights[tick], x, target)
+        then = plain_gradient(units, [reference.used[n, u] for u in range(len(units))], x, target)
+        own = [u for u in reference.stages[j] if list(inner(units[u]).parameters())]
+        names = [(u, name) for u in own for name in now[u]]
+        mine, end, delayed = (
+            [source[u][name] for u, name in names]
+            for source in ({u: gradients.get((n, u), {}) for u in own}, now, then)
+        )
+        expected = [*compare(mine, end), *compare(mine, delayed), *compare(delayed, end)]
+        got = [
+            each.cosine,
+            each.ratio,
+            each.cosine_to_delayed,
+            each.ratio_to_delayed,
+            each.cosine_of_delayed,
+            each.ratio_of_delayed,
+        ]
+        assert got == pytest.approx(expected, rel=1e-9)
+        seam = units[reference.stages[j][-1] : reference.stages[j][-1] + 2]
+        in_row = j + 1 < len(cut) and all(isinstance(unit, rd.Coupling) for unit in seam)
+        if in_row and METHODS[method][1] is not None:
+            rebuilt, true = reference.back[n, j][0], reference.outputs[n, j]
+            a, b = (torch.cat([t.flatten() for t in pair]) for pair in (rebuilt, true))
+            error = float((a - b).norm() / b.norm())
+            assert each.rebuilt_error == pytest.approx(error, rel=1e-6, abs=1e-13)
+            rebuilt_errors.append(error)
+    if method == "petra" and len(cut) == 5:
+        assert max(rebuilt_errors) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_with_weights_that_stand_still_all_gradients_are_one(method):
+    model = network()
+    pipe = rd.Pipeline(
+        model,
+        stages=CUTS[5],
+        loss=F.cross_entropy,
+        method=method,
+        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.0, momentum=0.9),
+    )
+    probe = pipe.probe(every=3)
+    for x, target in batches(14):
+        pipe.step(x, target)
+    assert {each.stage for each in probe.found} == {0, 1, 2, 3, 4}
+    for each in probe.found:
+        values = [each.cosine, each.ratio, each.cosine_to_delayed, each.ratio_of_delayed]
+        assert values == pytest.approx([1.0] * 4, abs=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_that_are_exact_but_late_find_the_delayed_gradient(method):
+    model = network()
+    pipe = build(rd.Pipeline, model, CUTS[5], method, 1, 1)
+    probe = pipe.probe(every=5)
+    for x, target in batches(30):
+        pipe.step(x, target)
+    late = [each for each in probe.found if each.stage < 4]
+    worst = max(abs(each.cosine_to_delayed - 1) for each in late)
+    assert worst < 1e-9 if method in EXACT else worst > 1e-6
+    assert max(abs(each.cosine - 1) for each in late) > 1e-4, "staleness must show"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method, arithmetic",
+    [
+        *((method, "float") for method in METHODS),
+        *((method, "fixed") for method in ("petra", "delayed", "exact-inverse")),
+    ],
+)
+def test_it_leaves_no_trace_in_the_training(method, arithmetic):
+    """With dropout, batch norm, a buffer that moves, a mask, and a loss with a parameter."""
+    _, plain = build_with_everything(method, arithmetic=arithmetic)
+    _, watched = build_with_everything(method, arithmetic=arithmetic)
+    probe = watched.probe(every=2)
+    assert equal(feed(watched, 0, 14), feed(plain, 0, 14))
+    assert equal(watched.state_dict(), plain.state_dict())
+    watched.flush()
+    assert len(probe.found) == 4 * 7 and not probe._samples
+    if arithmetic == "fixed" and method == "exact-inverse":
+        rebuilt = [each.rebuilt_error for each in probe.found if each.stage == 1]
+        assert rebuilt and max(rebuilt) == 0.0
+
+
+def test_a_state_that_is_loaded_ends_the_samples_in_flight():
+    _, pipe = build_with_everything()
+    probe = pipe.probe(every=1)
+    feed(pipe, 0, 5)
+    state, before = pipe.state_dict(), len(probe.found)
+    pipe.load_state_dict(state)
+    assert not probe._samples
+    feed(pipe, 5, 4)
+    fresh = {each.microbatch for each in probe.found[before:]}
+    assert fresh == {5}, "only what entered since"
+
+
+@pytest.mark.slow
+def test_it_prints_and_draws(tmp_path):
+    _, pipe = build_with_everything()
+    probe = pipe.probe(every=3)
+    feed(pipe, 0, 20)
+    lines = str(probe).splitlines()
+    assert len(lines) == 2 + 4 and lines[2].split()[0] == "0"
+    probe.plot(tmp_path / "quality.png")
+    assert (tmp_path / "quality.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        pipe.probe(every=0)
+
+
+def tied_network():
+    torch.manual_seed(0)
+    f = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    units = [nn.Linear(5, 4), rd.Duplicate(), rd.Coupling(f), rd.Coupling(f), rd.Fuse()]
+    return rd.Chain([*units, nn.Linear(8, 3)])
+
+
+def test_gradients_of_shared_weights_are_compared_whole():
+    pipe = rd.Pipeline(
+        tied_network(),
+        stages=[2, 2, 2],
+        loss=F.cross_entropy,
+        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.0),
+    )
+    probe = pipe.probe(every=1)
+    for x, target in batches(10):
+        pipe.step(x.float(), target)
+    tied = [each for each in probe.found if each.stage == 1]
+    assert [(each.cosine, each.ratio) for each in tied] == [
+        pytest.approx((1.0, 1.0), abs=1e-5) for _ in tied
+    ]
+    assert tied
+
+
+def test_weights_that_units_of_a_stage_share():
+    """Gradients of both are summed, in the training's own order."""
+    ends = []
+    for watched in (False, True):
+        model = tied_network()
+        pipe = build(rd.Pipeline, model, [2, 2, 2], "petra", 2, 1)
+        probe = pipe.probe(every=1) if watched else None
+        for x, target in batches(20):
+            pipe.step(x.float(), target)
+        ends.append([each.detach().clone() for each in model.parameters()])
+    assert all(map(torch.equal, *ends))
+    assert {each.stage for each in probe.found} == {0, 1, 2}
+    last = [each for each in probe.found if each.stage == 2]
+    assert max(abs(each.cosine_to_delayed - 1) for each in last) < 1e-5
+
+
+def test_a_fault_of_a_comparison_does_not_stop_the_training(monkeypatch):
+    _, pipe = build_with_everything(arithmetic="fixed")
+    probe = pipe.probe(every=2)
+
+    def fails(*args):
+        raise OverflowError("off the grid")
+
+    monkeypatch.setattr("redivider.pipeline.stages.unit.Unit.trace", fails)
+    feed(pipe, 0, 20)
+    assert probe.found and all(each.cosine != each.cosine for each in probe.found)

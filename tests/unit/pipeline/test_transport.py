@@ -1,0 +1,72 @@
+"""Messages between processes: what one counts as sent, its neighbour counts as received."""
+
+from itertools import combinations, pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from redivider.pipeline.runners.exchange import Mail
+from redivider.pipeline.runners.wire import Post, _on
+from redivider.pipeline.schedule import Schedule
+from redivider.pipeline.stages.compression import Packing
+
+
+def spreads(stages: int):
+    """All ways to give consecutive stages to two or more processes."""
+    for num in range(1, stages):
+        for ends in combinations(range(1, stages), num):
+            yield [range(*pair) for pair in pairwise([0, *ends, stages])]
+
+
+@pytest.mark.parametrize("latency", [1, 2, 3])
+@pytest.mark.parametrize("stages", range(2, 7))
+def test_the_batches_of_neighbours_mirror_each_other(stages, latency):
+    """In every tick, for every spread of the stages, until the pipeline is empty again."""
+    schedule = Schedule(stages, latency)
+    for entered in (1, 2 * stages):
+        for t in range(schedule.num_ticks(entered) + 1):
+            for spread in spreads(stages):
+                out = [schedule.sent(t, own, entered) for own in spread]
+                into = [schedule.received(t, own, entered) for own in spread]
+                for place in range(len(spread) - 1):
+                    ups = [leg for leg in out[place] if leg.way == "up"]
+                    downs = [leg for leg in out[place + 1] if leg.way == "down"]
+                    assert ups == [leg for leg in into[place + 1] if leg.way == "up"]
+                    assert downs == [leg for leg in into[place] if leg.way == "down"]
+                    assert len(ups) <= 1 and len(downs) <= 1  # no other order is possible
+                    assert all(leg.stage == spread[place + 1][0] for leg in ups)
+                    assert all(leg.stage == spread[place][-1] for leg in downs)
+                assert not [leg for leg in out[0] if leg.way == "down"]
+                assert not [leg for leg in out[-1] if leg.way == "up"]
+
+
+@pytest.mark.parametrize("latency", [1, 2, 3])
+def test_a_message_is_read_a_latency_after_its_tick(latency):
+    schedule, own, entered = Schedule(4, latency), range(1, 3), 9
+    for t in range(schedule.num_ticks(entered)):
+        for way, stage, microbatch in schedule.received(t, own, entered):
+            kind = "F" if way == "up" else "B"
+            due = schedule.actions(t + latency, entered)
+            assert (kind, stage, microbatch) in due
+
+
+def test_a_tick_that_sends_something_else_is_refused():
+    team = SimpleNamespace(batches=True, place=0, is_last=True)
+    mail = Mail(team, range(1), Schedule(2), Packing(None), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="defect"):
+        mail.exchange(0, 1)  # without the message to stage 1
+
+
+def test_side_inputs_travel_from_where_streams_are():
+    streams, number = torch.zeros(3, device="meta"), torch.tensor(0.5)
+    assert [each.device.type for each in _on(streams.device, [streams, number])] == ["meta"] * 2
+
+
+def test_a_transfer_that_has_not_begun_is_not_waited_for():
+    post = Post(SimpleNamespace(batches=True, stage_group=None))
+    transfer = post.begin("receive", [torch.zeros(0)], 3, 0)
+    assert transfer.wait()  # nothing travels
+    transfer.is_queued = True
+    with pytest.raises(RuntimeError, match="rank 3 is waited for before it has begun"):
+        transfer.wait()
