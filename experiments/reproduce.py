@@ -10,7 +10,7 @@ from claims import Claim
 
 from redivider.errors import did_you_mean
 from redivider.train.errors import TrainError
-from redivider.train.fields import override
+from redivider.train.overrides import override
 from redivider.train.recipe import Recipe
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from redivider.train.build import resolved
 from redivider.train.errors import TrainError
-from redivider.train.folder import write_whole
 from redivider.train.loop import Stopped, train
 from redivider.train.recipe import Recipe, read_recipe
+from redivider.train.run_folder import write_whole
 from redivider.train.runs import LOG, RECIPE, numbers, read_run
 from redivider.train.torchrun import num_processes
 

@@ -35,7 +35,7 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     module._compiled_call_impl = call
 
 
-def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_uncompiled(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Call a module with its hooks, but without its compiled function."""
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
@@ -76,15 +76,21 @@ def prefix_store(prefix: str, store: Any) -> Any:
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """Return the backend that a process group uses for a device."""
-    return group._get_backend(device)
+    """Return the backend that a process group uses for a device.
+
+    With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps it.
+    """
+    backend = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)
 
 
 @contextlib.contextmanager
 def nccl_group(backend: Any) -> Iterator[None]:
     """Issue the NCCL calls inside as one group."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, AttributeError):
         backend._group_start()
-    yield
-    with contextlib.suppress(RuntimeError):
-        backend._group_end()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            backend._group_end()

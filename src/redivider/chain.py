@@ -20,7 +20,7 @@ from redivider.backward.node import keep_input
 from redivider.backward.row import Row, prepare_streams
 from redivider.backward.strategy import STORE, Strategy, resolve_strategy
 from redivider.coupling import Coupling, run_by
-from redivider.errors import did_you_mean, naming
+from redivider.errors import UnitError, did_you_mean, naming
 
 
 class Chain(nn.Module):
@@ -241,6 +241,7 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
             keywords = taken(unit, side)
             with naming(name, hint):
                 if row is not None and isinstance(unit, Coupling):
+                    _verify_forward(unit)
                     with run_by(row, unit):  # which runs f, compiled or not
                         x = call_uncompiled(unit, x, **keywords)
                 elif in_row or strategy.junction == "graph":
@@ -269,6 +270,15 @@ def observing(observe: Callable[[Chain], None]) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observe)
+
+
+def _verify_forward(coupling: Coupling) -> None:
+    """Refuse a coupling whose own forward only plain backprop would call."""
+    if getattr(coupling.forward, "__func__", None) is not Coupling.forward:
+        raise UnitError(
+            "it has a forward of its own, which only plain backprop would call; put the "
+            "computation into f, or compile f"
+        )
 
 
 def name_unit(index: int, unit: nn.Module, key: str = "") -> str:

@@ -213,7 +213,7 @@ class Destination(TypedDict):
 
 def _prepare(args: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, Destination]":
     """Return the recipe of a command, and the destination of its run."""
-    from redivider.train.fields import override
+    from redivider.train.overrides import override
     from redivider.train.recipe import read_recipe
     from redivider.train.recipes import get_recipe
     from redivider.train.runs import RECIPE

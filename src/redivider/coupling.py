@@ -57,7 +57,7 @@ class Coupling(nn.Module):
     def forward(self, streams: Streams, /, **side: Any) -> Streams:
         """Map (a, b) to (b + f(a), a); `side` goes to f. In a chain, its row does that."""
         a, b = verify_streams(streams)
-        runner = runner_of(self)
+        runner = _take_runner(self)
         if runner is not None:
             return runner.couple(self, a, b, side)
         return b + self.residual(a, side), a
@@ -101,10 +101,16 @@ class run_by:
         _running.reset(self._token)
 
 
-def runner_of(coupling: Coupling) -> Runner | None:
-    """Return the runner to which the call of this coupling is left, if there is one."""
+def _take_runner(coupling: Coupling) -> Runner | None:
+    """Return the runner to which this call is left, if there is one.
+
+    It is for one call: a hook that calls the coupling's forward again runs it plainly.
+    """
     pair = None if torch.compiler.is_compiling() else _running.get()
-    return pair[1] if pair is not None and pair[0] is coupling else None
+    if pair is None or pair[0] is not coupling:
+        return None
+    _running.set(None)
+    return pair[1]
 
 
 def verify_streams(streams: Any) -> Streams:

@@ -35,7 +35,7 @@ from support.training import (
 from redivider.cli import main
 from redivider.train.compare import variants
 from redivider.train.errors import TrainError
-from redivider.train.folder import writing
+from redivider.train.run_folder import writing
 
 pytestmark = pytest.mark.slow
 

@@ -26,9 +26,9 @@ from redivider.train.checkpoint import Checkpoints
 from redivider.train.compare import compare
 from redivider.train.engine import BackpropEngine
 from redivider.train.errors import TrainError
-from redivider.train.folder import locked
 from redivider.train.loop import Stopped, Training, train
 from redivider.train.recipe import Method, Recipe
+from redivider.train.run_folder import locked
 from redivider.train.runs import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -352,7 +352,7 @@ def test_a_run_has_its_folder_alone(tmp_path):
         code = f"""
 from pathlib import Path
 from redivider.train.errors import TrainError
-from redivider.train.folder import locked
+from redivider.train.run_folder import locked
 try:
     with locked(Path({str(tmp_path)!r})): pass
 except TrainError as error:

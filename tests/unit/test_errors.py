@@ -59,8 +59,16 @@ def test_a_coupling_with_a_forward_of_its_own_is_refused():
             a, b = streams
             return b + self.f(a), a
 
-    chain = rd.Chain([rd.Duplicate(), Own(MLP(8)), rd.Fuse()])
-    with pytest.raises(ValueError, match="overrides forward; put the computation into f"):
+    class Scaled(rd.Coupling):
+        def forward(self, streams):
+            a, b = streams
+            return super().forward((2 * a, b))
+
+    for kind in (Own, Scaled):
+        chain = rd.Chain([rd.Duplicate(), kind(MLP(8)), rd.Fuse()])
+        with pytest.raises(ValueError, match=r"^unit 1, \w+\(MLP\): it has a forward of its own.*into f"):
+            chain(torch.randn(5, 8))
+        chain.backward = "store"
         chain(torch.randn(5, 8))
 
 

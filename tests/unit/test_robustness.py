@@ -50,11 +50,24 @@ def test_a_hook_that_changes_the_streams_is_refused(hook, arithmetic, backward):
 
 
 @pytest.mark.parametrize("backward", REPLAYING)
-def test_a_hook_that_takes_away_the_row_is_refused(backward):
+def test_a_hook_that_changes_streams_is_refused(backward):
+    for index in (2, 4):  # the first coupling of the row, and another one
+        chain = vector_chain(depth=4, backward=backward)
+        chain[index].register_forward_pre_hook(lambda _, args: ((2 * args[0][0], args[0][1]),))
+        with pytest.raises(ValueError, match="a hook changed them"):
+            chain(torch.randn(5, 6))
+
+
+@pytest.mark.parametrize("backward", REPLAYING)
+def test_a_hook_may_run_the_coupling_again(backward):
     chain = vector_chain(depth=4, backward=backward)
-    chain[3].register_forward_pre_hook(lambda _, args: (args[0],))
-    with pytest.raises(ValueError, match="a hook"):
-        chain(torch.randn(5, 6))
+    same = []
+    for unit in list(chain)[2:6]:
+        unit.register_forward_hook(
+            lambda unit, args, output: same.append(torch.equal(unit.forward(*args)[0], output[0]))
+        )
+    chain(torch.randn(5, 6)).sum().backward()
+    assert same == [True] * 4
 
 
 @pytest.mark.parametrize("backward", REPLAYING)

@@ -101,6 +101,20 @@ def test_stores_and_backends(tmp_path):
         dist.destroy_process_group()
 
 
+def test_a_backend_is_unwrapped(monkeypatch, tmp_path):
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    dist.set_debug_level_from_env()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        backend = private.backend_of(dist.group.WORLD, torch.device("cpu"))
+        assert isinstance(backend, dist.ProcessGroupGloo)
+    finally:
+        dist.destroy_process_group()
+        monkeypatch.undo()
+        dist.set_debug_level_from_env()
+
+
 def test_calls_of_nccl_are_one_group():
     calls = []
     names = ("_group_start", "_group_end")  # of torch.distributed.ProcessGroupNCCL
@@ -108,6 +122,8 @@ def test_calls_of_nccl_are_one_group():
     with private.nccl_group(backend):
         calls.append("abort")
     assert calls == ["_group_start", "abort", "_group_end"]
+    with private.nccl_group(object()):  # a wrapped backend has no such calls
+        pass
     if dist.is_nccl_available():
         assert all(hasattr(dist.ProcessGroupNCCL, name) for name in (*names, "get_error"))
 

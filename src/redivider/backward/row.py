@@ -72,11 +72,13 @@ class Row:
             self._drift = Drift((a, b), drift_tolerance, self.names[0], self._mailbox)
         for value, x, (_, fault) in zip((a, b), streams, stored, strict=True):
             self._note_fault(self.names[0], fault, value, x)
-        return _straight_through(a, streams[0]), _straight_through(b, streams[1])
+        entered = _straight_through(a, streams[0]), _straight_through(b, streams[1])
+        self._expected = (_mark(entered[0]), _mark(entered[1]))
+        return entered
 
     def couple(self, coupling: Coupling, a: Tensor, b: Tensor, side: dict[str, Any]) -> Streams:
         """Run the coupling whose turn it is."""
-        if self._expected not in (None, (_mark(a), _mark(b))):
+        if self._expected != (_mark(a), _mark(b)):
             raise UnitError(
                 "its streams are not those that the coupling before it gave: a hook changed them; "
                 "hooks on couplings may look, and a junction may change"
@@ -119,8 +121,8 @@ class Row:
         """Verify after the forward that every coupling has run in this row."""
         if self._next != len(self.names):
             raise UnitError(
-                "a coupling did not run as a part of its chain: its class overrides forward; put "
-                "the computation into f"
+                "a coupling did not run as a part of its chain: a hook called its forward first, "
+                "or it was traced; compile f, and export under torch.no_grad()"
             )
 
     def hand_back(self, index: int, streams: Streams) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from redivider.pipeline.runners.process_group import join, own_gpu
-from redivider.train.crew import report_once
 from redivider.train.distributed import DistributedEngine
 from redivider.train.engine import BackpropEngine, Engine, PipelineEngine
 from redivider.train.errors import TrainError
 from redivider.train.machine import resolve_device
+from redivider.train.processes import report_once
 from redivider.train.recipe import Recipe
 from redivider.train.schedule import Schedule
 from redivider.train.task import make_task

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from redivider.pipeline.checkpoint.files import Alone, StateError, Writers, read_state, write_state
-from redivider.train.crew import report_once
 from redivider.train.errors import TrainError
+from redivider.train.processes import report_once
 
 logger = logging.getLogger("redivider")
 

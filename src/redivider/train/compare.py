@@ -6,15 +6,15 @@ from pathlib import Path
 
 from redivider.models.catalogue import resolve
 from redivider.train.build import build, resolved
-from redivider.train.crew import report_once
 from redivider.train.engine import PipelineEngine
 from redivider.train.errors import TrainError
-from redivider.train.folder import claim, write_whole
 from redivider.train.loop import Result, Stopped, train
 from redivider.train.machine import report_out_of_memory, using_threads
+from redivider.train.processes import report_once
 from redivider.train.progress import tell
 from redivider.train.recipe import Recipe
 from redivider.train.report import write_report
+from redivider.train.run_folder import claim, write_whole
 from redivider.train.runs import RECIPE, read_run
 from redivider.train.torchrun import num_processes
 

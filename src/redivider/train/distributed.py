@@ -16,8 +16,8 @@ from redivider.pipeline.diagnostics.memory import Holding
 from redivider.pipeline.distributed import DistributedPipeline
 from redivider.pipeline.pipeline import Pipeline
 from redivider.pipeline.schedule import Action
-from redivider.train.crew import Ranks
 from redivider.train.engine import PipelineEngine, Spans
+from redivider.train.processes import Ranks
 from redivider.train.recipe import Recipe
 from redivider.train.schedule import Schedule
 from redivider.train.task import Score, Task
@@ -33,7 +33,7 @@ class DistributedEngine(PipelineEngine):
 
     def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
         super().__init__(recipe, task, schedule)
-        self.crew = Ranks(self.pipe.team)
+        self.processes = Ranks(self.pipe.team)
         if recipe.channels_last:
             for stage in self.pipe.stages:
                 stage.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -64,21 +64,21 @@ class DistributedEngine(PipelineEngine):
     def evaluate(self) -> Score:
         with self._autocast():
             score = self.task.evaluate(self.pipe.evaluate_here)
-        fields = json.loads(self.crew.decide(lambda: json.dumps(asdict(score))))
+        fields = json.loads(self.processes.decide(lambda: json.dumps(asdict(score))))
         return Score(**fields)
 
     def holdings(self) -> list[Holding] | None:
         own = super().holdings()
         if own is None:
             return None
-        by_rank = self.crew.gather([asdict(holding) for holding in own])
+        by_rank = self.processes.gather([asdict(holding) for holding in own])
         # Replicas hold the same stages: the first replica's count.
         by_stage = {row["stage"]: Holding(**row) for rows in reversed(by_rank) for row in rows}
         return [holding for _, holding in sorted(by_stage.items())]
 
     @property
     def all_spans(self) -> Spans:
-        by_rank = self.crew.gather([[*key, *span] for key, span in self.spans.items()])
+        by_rank = self.processes.gather([[*key, *span] for key, span in self.spans.items()])
         return {Action(*key): (start, end) for rows in by_rank for *key, start, end in rows}
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class DistributedEngine(PipelineEngine):
 
     def weights(self) -> dict[str, Tensor]:
         weights = self.pipe.full_state_dict()
-        if self.task.body is not self.task.model and self.crew.sees_losses:
+        if self.task.body is not self.task.model and self.processes.sees_losses:
             name, head = list(self.task.model.named_children())[-1]
             weights |= {f"{name}.{key}": value for key, value in head.state_dict().items()}
         return weights

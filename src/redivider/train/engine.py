@@ -18,8 +18,8 @@ from redivider.pipeline.diagnostics.memory import Holding, holdings
 from redivider.pipeline.diagnostics.timeline import measured_spans
 from redivider.pipeline.pipeline import Pipeline
 from redivider.pipeline.schedule import Action
-from redivider.train.crew import Crew
 from redivider.train.optim import make_optimizer
+from redivider.train.processes import Processes
 from redivider.train.recipe import Recipe
 from redivider.train.schedule import Schedule
 from redivider.train.task import Score, Task
@@ -41,7 +41,7 @@ class Metrics:
 class Engine(ABC):
     """Base of the engines, which train the model of a task one micro-batch at a time."""
 
-    crew = Crew()
+    processes = Processes()
     """Processes of the run."""
 
     def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:

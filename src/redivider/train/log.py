@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from redivider.train.folder import write_whole, writing
+from redivider.train.run_folder import write_whole, writing
 from redivider.train.runs import LOG, parse_row
 
 CURVES = {

@@ -17,17 +17,17 @@ from redivider.pipeline.checkpoint.files import StateError, write_tensors
 from redivider.train.build import ROUNDING, build, num_microbatches, resolved
 from redivider.train.checkpoint import Checkpoints
 from redivider.train.clock import Clock
-from redivider.train.crew import report_once
-from redivider.train.doubts import doubts
 from redivider.train.engine import Engine, Metrics, PipelineEngine
 from redivider.train.errors import TrainError, check_installed
-from redivider.train.folder import claim, locked, write_whole, writing
 from redivider.train.log import Log, NoLog
 from redivider.train.machine import device_name, peak_memory, report_out_of_memory, using_threads
+from redivider.train.processes import report_once
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
+from redivider.train.recipe_warnings import find_warnings
+from redivider.train.run_folder import claim, locked, write_whole, writing
 from redivider.train.runs import LOG, RECIPE, read_run
-from redivider.train.stop import Stop, catch_signals
+from redivider.train.signals import Stop, catch_signals
 from redivider.train.task import Score
 from redivider.train.torchrun import is_restart, run_id
 
@@ -82,20 +82,20 @@ def train(
     recipe = resolved(recipe)
     with report_out_of_memory(recipe, recipe.device):
         engine = build(recipe)
-    recipe, crew = engine.recipe, engine.crew
-    with crew.guarding():
+    recipe, processes = engine.recipe, engine.processes
+    with processes.guarding():
         if not resume and is_restart():
             # torchrun restarts the command as it was: resume the run of its earlier attempt.
-            earlier = crew.decide(lambda: _find_attempt(path, numbered))
+            earlier = processes.decide(lambda: _find_attempt(path, numbered))
             path, resume = Path(earlier or path), bool(earlier)
             ended = _read_result(path) if resume and (path / LOG).exists() else None
             if ended is not None:
                 return ended
         if not resume:
-            path = Path(crew.decide(lambda: str(_make_folder(recipe, path, numbered))))
+            path = Path(processes.decide(lambda: str(_make_folder(recipe, path, numbered))))
         with catch_signals() as stop:
             result = _train_in(path, recipe, engine, stop, resume)
-        return replace(result, is_last=crew.any(stop.is_requested))
+        return replace(result, is_last=processes.any(stop.is_requested))
 
 
 def _read_result(folder: Path) -> Result | None:
@@ -118,7 +118,7 @@ def _make_folder(recipe: Recipe, folder: Path, numbered: bool) -> Path:
 
 
 def _train_in(folder: Path, recipe: Recipe, engine: Engine, stop: Stop, resume: bool) -> Result:
-    lock = locked(folder) if engine.crew.is_writer else nullcontext()
+    lock = locked(folder) if engine.processes.is_writer else nullcontext()
     with lock, using_threads(recipe.threads):
         try:
             with report_out_of_memory(recipe, engine.device):
@@ -157,8 +157,8 @@ class Training:
 
     def __init__(self, recipe: Recipe, folder: Path, engine: Engine, stop: Stop) -> None:
         self._recipe, self._folder, self._engine, self._stop = recipe, folder, engine, stop
-        self._crew = engine.crew
-        self._checkpoints = Checkpoints(folder / CHECKPOINTS, self._crew.writers)
+        self._processes = engine.processes
+        self._checkpoints = Checkpoints(folder / CHECKPOINTS, self._processes.writers)
         self._clock = Clock(engine.device)
         # Lines and checkpoints come between updates: round up to whole updates.
         self._log_every = ceil(recipe.log_every / recipe.accumulate) * recipe.accumulate
@@ -170,7 +170,7 @@ class Training:
     def train(self, resume: bool) -> Result:
         """Train from the start, or resume from the last checkpoint."""
         seconds = self._restore() if resume else None
-        is_writer, resume_step = self._crew.is_writer, None if seconds is None else self._step
+        is_writer, resume_step = self._processes.is_writer, None if seconds is None else self._step
         self._log = Log(self._folder, resume_step=resume_step) if is_writer else NoLog()
         self._bar = Progress(
             f"{self._recipe.name}, {self._recipe.method}",
@@ -182,8 +182,8 @@ class Training:
         try:
             # Only the writer has the log, and all processes must take the same branches.
             run = read_run(self._folder) if is_writer else None
-            self._has_memory = self._crew.any(run is not None and bool(run.memory))
-            self._has_timeline = self._crew.any(run is not None and bool(run.timeline))
+            self._has_memory = self._processes.any(run is not None and bool(run.memory))
+            self._has_timeline = self._processes.any(run is not None and bool(run.timeline))
             if not self._step:
                 self._describe()
             self._clock.start(seconds or 0.0)
@@ -205,7 +205,7 @@ class Training:
                 continue
             logs = self._step % self._log_every == 0
             evaluates = self._is_evaluation_due()
-            stops = self._crew.should_stop(self._stop.is_requested, self._step)
+            stops = self._processes.should_stop(self._stop.is_requested, self._step)
             if not (logs or evaluates or stops or not self._has_memory):
                 continue
             with self._clock.paused():
@@ -216,7 +216,7 @@ class Training:
                     self._write_score(self._engine.evaluate())
                 if stops:
                     self._save_and_stop()
-                if logs and self._crew.any(
+                if logs and self._processes.any(
                     time.monotonic() - saved_at >= 60 * self._recipe.save_minutes
                 ):
                     self._save(optional=True)
@@ -229,7 +229,7 @@ class Training:
         The checkpoint comes first: a resumed run can repeat all that follows.
         """
         with self._clock.paused():
-            if self._crew.any(bool(self._metrics)):
+            if self._processes.any(bool(self._metrics)):
                 self._write_line()
             self._write_diagnostics()
             self._save()
@@ -269,7 +269,7 @@ class Training:
         return loss, float(torch.stack(correct).sum()) / num if num else None
 
     def _write_line(self) -> None:
-        loss, accuracy = map(self._crew.mean, self._take_means())
+        loss, accuracy = map(self._processes.mean, self._take_means())
         updates, seconds = self._engine.num_updates, self._clock.seconds
         num = (self._step - self._last_line[0]) * self._recipe.microbatch * self._recipe.replicas
         row = {
@@ -322,7 +322,7 @@ class Training:
         )
         reverses = any(isinstance(unit, Coupling) for unit in engine.task.body.units())
         num_stages = len(cut) if cut else 1
-        for warning in doubts(self._recipe, self._per_epoch, num_stages, reverses):
+        for warning in find_warnings(self._recipe, self._per_epoch, num_stages, reverses):
             self._bar.tell(f"warning: {warning}")
 
     def _write_diagnostics(self) -> None:
@@ -362,10 +362,10 @@ class Training:
         if not all(bool(param.detach().isfinite().all()) for param in params):
             raise FloatingPointError(f"weights are not finite after micro-batch {self._step}")
         state: dict[str, Any] = {"engine": self._engine.state_dict()}
-        if self._crew.sees_losses:
+        if self._processes.sees_losses:
             pairs = [[metrics.loss, metrics.correct] for metrics in self._metrics]
-            state["seen"] = {self._crew.column: pairs}
-        if self._crew.is_writer:
+            state["seen"] = {self._processes.column: pairs}
+        if self._processes.is_writer:
             state |= {"step": self._step, "seconds": self._clock.seconds}
         try:
             self._checkpoints.save(self._step, state)
@@ -387,8 +387,8 @@ class Training:
         device = self._engine.device
         self._metrics = [
             Metrics(loss.to(device), None if correct is None else correct.to(device))
-            for loss, correct in state["seen"][self._crew.column]
-            if self._crew.sees_losses
+            for loss, correct in state["seen"][self._processes.column]
+            if self._processes.sees_losses
         ]
         return float(state["seconds"])
 
@@ -400,7 +400,7 @@ class Training:
         """Write the trained weights as safetensors, under the names of the model."""
         # All processes take part in collecting the weights, and one writes them.
         new, weights = self._folder / ".model.safetensors.new", self._engine.weights()
-        if self._crew.is_writer:
+        if self._processes.is_writer:
             with writing(self._folder):
                 write_tensors(new, weights)
                 os.replace(new, self._folder / "model.safetensors")

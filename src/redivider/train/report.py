@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 from redivider.train import plots
-from redivider.train.folder import write_whole
 from redivider.train.plots import Series, Span
+from redivider.train.run_folder import write_whole
 from redivider.train.runs import Row, Run, numbers, read_run
 
 _NONE = "\N{EN DASH}"

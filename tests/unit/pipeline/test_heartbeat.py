@@ -1,5 +1,7 @@
 """The thread that looks after a process: what it notices, and what it does then."""
 
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -39,9 +41,25 @@ class Event:
         return self._is_over
 
 
+class Communicators:
+    """What the watch asks of a process group."""
+
+    def __init__(self, has_failed: bool = False) -> None:
+        self.aborted, self._has_failed = threading.Event(), has_failed
+
+    def prepare_thread(self) -> None:
+        pass
+
+    def have_failed(self) -> bool:
+        return self._has_failed
+
+    def abort(self, grace: float, reason: str) -> None:
+        self.aborted.set()
+
+
 def pend(*transfers) -> Pending:
     """Transfers whose thread does not run: a test examines them."""
-    found = Pending()
+    found = Pending(Communicators())
     found._thread = threading.current_thread()
     for transfer in transfers:
         found.add(*transfer)
@@ -55,9 +73,9 @@ def test_transfers_that_come_to_their_end_are_forgotten():
     assert transfers.find_stuck(60) is None
     assert list(transfers._transfers) == [(last, 2, None)] and transfers.is_busy()
     last.is_over = True
-    assert not transfers.is_busy()
     transfers.examine()
     assert transfers.find_stuck(0) is None and not transfers._transfers
+    assert not transfers.is_busy()
 
 
 def test_a_device_that_waits_for_too_long_waits_for_the_first_transfer():
@@ -94,7 +112,7 @@ def test_a_device_that_does_not_answer_is_noticed():
             answered.wait()
             return True
 
-    transfers = Pending()
+    transfers = Pending(Communicators())
     transfers.add(Blocked(is_over=True), 3, None)
     transfers._moved_at -= 10
     time.sleep(2 * pending.BEAT)
@@ -105,26 +123,10 @@ def test_a_device_that_does_not_answer_is_noticed():
 
 
 def test_a_call_that_does_not_return_is_noticed():
-    state = _State()
+    state = _State(Communicators())
     state.waits_for, state.waits_since = -1, time.monotonic() - 10 - SLACK
     assert state.find_stuck(9) == (None, TIMED_OUT)
     assert state.find_stuck(60) is None
-
-
-class Communicators:
-    """What the watch asks of a process group."""
-
-    def __init__(self, has_failed: bool = False) -> None:
-        self.aborted, self._has_failed = threading.Event(), has_failed
-
-    def prepare_thread(self) -> None:
-        pass
-
-    def have_failed(self) -> bool:
-        return self._has_failed
-
-    def abort(self, grace: float) -> None:
-        self.aborted.set()
 
 
 @pytest.mark.parametrize("how", ["hangs", "breaks", "breaks unseen"])
@@ -149,3 +151,75 @@ def test_a_failure_aborts_and_is_everybodys_reason(how, monkeypatch):
     assert str(theirs.heard) == str(caught.value) and not theirs.heard.is_first
     for watch in (ours, theirs):
         watch.close()
+
+
+def test_a_device_that_is_only_slow_to_answer_is_no_failure(monkeypatch):
+    for module in (heartbeat, pending):
+        monkeypatch.setattr(module, "BEAT", 0.02)
+    looked = []
+
+    class Slow(Work):
+        def is_completed(self) -> bool:
+            while not looked:
+                time.sleep(0.01)
+            return True
+
+    look_around = heartbeat._Board._look_around
+
+    def look(board):
+        looked.append(True)
+        while ours._state.pending.is_busy():
+            time.sleep(0.01)
+        return look_around(board)
+
+    monkeypatch.setattr(heartbeat._Board, "_look_around", look)
+    store = dist.PrefixStore("run", dist.HashStore())
+    ours = Watch(store, 0, [0], 0.1, Communicators())
+    ours.follow(Slow(is_over=True), None, None)
+    deadline = time.monotonic() + seconds(30)
+    while not looked and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert looked and ours.heard is None and not store.check([heartbeat.FAILURE])
+    ours.close()
+
+
+BLOCKED = """
+import ctypes, sys, threading
+import torch.distributed as dist
+from redivider.pipeline.runners import heartbeat
+from redivider.pipeline.runners.process_group import Communicators
+
+class Work:
+    def is_completed(self):
+        ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock, as torch's queries of CUDA
+
+heartbeat.GRACE = heartbeat.SLACK = 0.5
+watch = heartbeat.Watch(dist.HashStore(), 0, [0], 1.0, Communicators())
+watch.follow(Work(), None, None)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_device_blocks_the_interpreter_ends():
+    command = [sys.executable, "-c", BLOCKED]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds(60))
+    assert ended.returncode == 1 and "is_completed" in ended.stderr, ended.stderr
+
+
+def test_a_thread_does_not_wait_for_itself():
+    transfers, errors = Pending(Communicators()), []
+
+    class Collected(Work):
+        def is_completed(self) -> bool:  # as a finalizer that runs in this thread
+            try:
+                transfers.join(1.0)
+            except RuntimeError as error:
+                errors.append(error)
+            transfers.close()
+            return True
+
+    transfers.add(Collected(is_over=True), 1, None)
+    transfers._thread.join(seconds(30))
+    assert not errors and not transfers._thread.is_alive()

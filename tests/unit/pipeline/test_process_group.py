@@ -65,3 +65,32 @@ def test_the_backend_is_the_one_of_the_device(config, device, backend, monkeypat
         return
     with pytest.raises(ValueError, match=r"no backend for it \(cuda:nccl\)"):
         process_group.backend_for(device)
+
+
+def test_communicators_that_cannot_tell_have_not_failed():
+    def refuse():
+        raise RuntimeError("does not support getError")
+
+    for backends, has_failed in (
+        ([], False),
+        ([SimpleNamespace(get_error=refuse)], False),
+        ([SimpleNamespace(get_error=lambda: SimpleNamespace(name="SUCCESS"))], False),
+        ([SimpleNamespace(get_error=lambda: SimpleNamespace(name="COMM_ERROR"))], True),
+    ):
+        assert process_group.Communicators(backends).have_failed() == has_failed
+
+
+def test_an_abort_that_fails_leaves_no_timer(monkeypatch):
+    calls = []
+    later = "dump_traceback_later"
+    monkeypatch.setattr(process_group.faulthandler, later, lambda *_, **__: calls.append("armed"))
+    monkeypatch.setattr(
+        process_group.faulthandler, f"cancel_{later}", lambda: calls.append("cancelled")
+    )
+
+    def refuse():
+        raise AttributeError("abort")
+
+    with pytest.raises(AttributeError):
+        process_group.Communicators([SimpleNamespace(abort=refuse)]).abort(60.0, "it is over")
+    assert calls == ["armed", "cancelled"]

@@ -8,7 +8,7 @@ from support.training import recipe
 
 from redivider.models.catalogue import list_models
 from redivider.train.errors import TrainError
-from redivider.train.fields import override
+from redivider.train.overrides import override
 from redivider.train.recipe import Recipe, read_recipe
 from redivider.train.recipes import RECIPES, get_recipe, list_recipes
 

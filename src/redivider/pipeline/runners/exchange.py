@@ -1,6 +1,6 @@
 """Exchange of messages between a process and its two neighbours.
 
-schedule.py says which messages a tick has; transport.py moves them.
+schedule.py says which messages a tick has; wire.py moves them.
 """
 
 from collections import Counter

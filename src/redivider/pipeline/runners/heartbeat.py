@@ -10,6 +10,7 @@ not return. After a failure it aborts the communicators, so that the main thread
 reason. If that does not help, it exits the process.
 """
 
+import faulthandler
 import os
 import sys
 import threading
@@ -17,15 +18,16 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 from redivider.errors import PipelineError
 from redivider.pipeline.runners.pending import BEAT, TIMED_OUT, Pending
-from redivider.pipeline.runners.process_group import Communicators
+from redivider.pipeline.runners.process_group import Communicators, exit_later
 
 GRACE = 10.0  # seconds from hearing of a failure until the process is killed
 SLACK = 5.0  # seconds beyond the timeout for a wait to raise by itself
 FAILURE = "failure"
+_Others: TypeAlias = tuple[list[int], dict[int, tuple[int, Any, str]]]  # silent ranks, heartbeats
 
 
 class Watch:
@@ -51,7 +53,7 @@ class Watch:
         self.stages: dict[int, str] = {}
         """Stages of each rank, in words."""
         self._has_failed = False
-        self._state = state = _State()
+        self._state = state = _State(communicators)
         self._board = _Board(store, rank, ranks, self.stages, timeout, state)
         own = store.clone()  # its own connection: a blocking call would hold the first one
         board = _Board(own, rank, ranks, self.stages, timeout, state)
@@ -104,10 +106,10 @@ class Watch:
         if self._has_failed:
             return
         self._has_failed = True
-        self.close()
         is_needed = self._state.has_lost or self._state.pending.is_busy()
         if is_needed and self._state.claim_abort():
-            self._communicators.abort(GRACE)
+            self._communicators.abort(GRACE, self._state.reason)
+        self.close()
         has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self._rank == 0 and self._state.said is not None and not has_agent_store:
             time.sleep(3 * BEAT)  # this process may hold the store: let the others read it
@@ -149,7 +151,7 @@ class Waiting:
 class _State:
     """State that the process and its thread share."""
 
-    def __init__(self) -> None:
+    def __init__(self, communicators: Communicators) -> None:
         self.waits_for: int | None = None  # -1 for all
         self.waits_since = 0.0
         self.doing = "its beginning"
@@ -157,8 +159,13 @@ class _State:
         self.heard: str | None = None
         self.is_over = threading.Event()
         self.has_lost = False  # a wait has failed
-        self.pending = Pending()
+        self.pending = Pending(communicators)
         self._abort_lock = threading.Lock()
+
+    @property
+    def reason(self) -> str:
+        """Why the run fails, as far as this process knows."""
+        return self.said or self.heard or "a rank has failed"
 
     def close(self) -> None:
         """Stop the threads."""
@@ -194,7 +201,7 @@ class _Board:
         state: _State,
     ) -> None:
         self._store, self.rank, self._ranks = store, rank, ranks
-        self._stages, self._timeout, self._state = stages, timeout, state
+        self._stages, self.timeout, self._state = stages, timeout, state
 
     def publish(self, reason: str) -> str:
         """Report why this process fails; return the reason that was reported first."""
@@ -205,10 +212,10 @@ class _Board:
             return reason
         return first.decode() or reason
 
-    def find_reason(self, rank: int | None, error: str) -> str:
+    def find_reason(self, rank: int | None, error: str, others: "_Others | None" = None) -> str:
         """Return the cause of a failed wait: a reported one, or one found from the heartbeats."""
         try:
-            return self._find_reason(rank, error)
+            return self._find_reason(rank, error, others or self._look_around())
         except RuntimeError:
             if self._state.heard is not None:
                 return self._state.heard
@@ -230,16 +237,21 @@ class _Board:
 
     def find_stuck(self) -> str | None:
         """Return the cause if this process waits in vain, else None."""
-        stuck = self._state.find_stuck(self._timeout)
-        return None if stuck is None else self.find_reason(*stuck)
+        stuck = self._state.find_stuck(self.timeout)
+        if stuck is None:
+            return None
+        others = self._look_around()
+        if self._state.find_stuck(self.timeout) is None:
+            return None  # it was only slow to answer
+        return self.find_reason(*stuck, others)
 
     def name(self, rank: int) -> str:
         """Return a rank with its stages, for messages."""
         stages = self._stages.get(rank)
         return f"rank {rank} ({stages})" if stages else f"rank {rank}"
 
-    def _find_reason(self, rank: int | None, error: str) -> str:
-        silent, last = self._look_around()
+    def _find_reason(self, rank: int | None, error: str, others: "_Others") -> str:
+        silent, last = others
         reported = self.read_failure()
         if reported is not None:
             return reported
@@ -252,7 +264,7 @@ class _Board:
         who = "another rank" if rank is None else self.name(rank)
         return f"the connection to {who} has broken: it has ended, or its machine has"
 
-    def _look_around(self) -> tuple[list[int], dict[int, tuple[int, Any, str]]]:
+    def _look_around(self) -> "_Others":
         """Return the ranks without a heartbeat for four beats, and the last heartbeat of all.
 
         Return early once a failure is reported.
@@ -271,7 +283,7 @@ class _Board:
     ) -> str:
         if silent:
             names = ", ".join(map(self.name, silent))
-            return f"{names}: gives no sign of life, and was waited for {self._timeout:g} s"
+            return f"{names}: gives no sign of life, and was waited for {self.timeout:g} s"
         culprit, seen = self.rank if rank is None else rank, {self.rank}
         while culprit not in seen and now[culprit][1] is not None and now[culprit][1] >= 0:
             seen.add(culprit)
@@ -280,7 +292,7 @@ class _Board:
             others = (other for other in self._ranks if other != self.rank)
             culprit = next((other for other in others if now[other][1] is None), culprit)
         return (
-            f"{self.name(culprit)}: in {now[culprit][2]}, was waited for {self._timeout:g} s; it "
+            f"{self.name(culprit)}: in {now[culprit][2]}, was waited for {self.timeout:g} s; it "
             "hangs, or its work takes longer than `timeout`"
         )
 
@@ -302,10 +314,17 @@ def _end(state: _State, thread: threading.Thread) -> None:
 
 def _beat(store: Any, board: _Board, state: _State, communicators: Communicators) -> None:
     """Write heartbeats and watch for failures, until stopped."""
-    heard_at, num_failed = 0.0, 0
+    heard_at, num_failed, is_armed = 0.0, 0, False
     communicators.prepare_thread()
     store.set_timeout(timedelta(seconds=5))
     while not state.is_over.wait(BEAT):
+        # A CUDA call may block with the interpreter's lock. Then nothing here runs, but this does.
+        if state.pending.is_busy():
+            exit_later(board.timeout + SLACK + GRACE)
+            is_armed = True
+        elif is_armed:
+            faulthandler.cancel_dump_traceback_later()
+            is_armed = False
         try:
             board.beat()
             if communicators.have_failed():
@@ -316,7 +335,7 @@ def _beat(store: Any, board: _Board, state: _State, communicators: Communicators
         except Exception:
             num_failed += 1
             if num_failed > 3:  # the store is gone: the run has failed or ended
-                state.is_over.set()
+                state.close()
                 return
         if state.heard is None:
             continue
@@ -324,8 +343,10 @@ def _beat(store: Any, board: _Board, state: _State, communicators: Communicators
         seconds = time.monotonic() - heard_at
         # Leave the process time to raise by itself: its communicators may then stay usable.
         if seconds > 2 * BEAT and state.claim_abort():
-            communicators.abort(GRACE)
+            communicators.abort(GRACE, state.reason)
         if seconds > GRACE:
             sys.stderr.write(f"rank {board.rank}: ends, since a rank has failed: {state.heard}\n")
             sys.stderr.flush()
             os._exit(1)
+    if is_armed:
+        faulthandler.cancel_dump_traceback_later()

@@ -2,8 +2,11 @@
 
 A thread of its own examines them, because a CUDA call may block for as long as the GPU waits. For
 example, the first launch of a kernel loads it, which waits for running kernels and holds a lock of
-the driver. If the transfer's peer has died, that lasts until the communicator is aborted. Whoever
-aborts must not touch CUDA before: it reads here how long nothing has moved.
+the driver. If the transfer's peer has died, that lasts until the communicator is aborted. So the
+thread that aborts makes no CUDA call before: it reads here how long nothing has moved.
+
+torch keeps the interpreter's lock during a query. If one blocks, no thread of Python runs. Then the
+process exits when it has given no heartbeat for too long (heartbeat.py).
 """
 
 import threading
@@ -11,6 +14,8 @@ import time
 from collections import deque
 from datetime import timedelta
 from typing import Any
+
+from redivider.pipeline.runners.process_group import Communicators
 
 BEAT = 0.5  # seconds between two examinations, and between two heartbeats
 TIMED_OUT = "timed out"
@@ -20,7 +25,8 @@ BROKEN = "broken"
 class Pending:
     """Transfers that have begun, in their order, and whether they move."""
 
-    def __init__(self) -> None:
+    def __init__(self, communicators: Communicators) -> None:
+        self._communicators = communicators
         self.is_doubtful = False
         """Whether a transfer is being examined, or has failed."""
         self.has_broken = False
@@ -64,13 +70,8 @@ class Pending:
         self._moved_at = now
 
     def is_busy(self) -> bool:
-        """Return whether the GPU waits for a transfer, or one has failed."""
-        if self.has_broken:
-            return True
-        try:
-            return any(not work.is_completed() for work, _, _ in tuple(self._transfers))
-        except RuntimeError:
-            return True
+        """Return whether the GPU may wait for a transfer, or one has failed. Make no CUDA call."""
+        return self.has_broken or bool(self._transfers)
 
     def find_awaited(self) -> int | None:
         """Return the rank that the GPU has waited for during three beats; -1 for all."""
@@ -93,7 +94,7 @@ class Pending:
 
     def join(self, timeout: float) -> None:
         """Wait until the thread has ended."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
     def _first_rank(self) -> int | None:
@@ -101,5 +102,7 @@ class Pending:
         return transfers[0][1] if transfers else None
 
     def _examine_until_closed(self) -> None:
+        self._communicators.prepare_thread()
         while not self._is_over.wait(BEAT) and not self.has_broken:
-            self.examine()
+            if not self._communicators.have_failed():  # else a query may block
+                self.examine()

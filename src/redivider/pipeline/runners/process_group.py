@@ -3,6 +3,8 @@
 import contextlib
 import faulthandler
 import os
+import sys
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -86,21 +88,38 @@ class Communicators:
 
     def have_failed(self) -> bool:
         """Return whether NCCL has noticed that a peer is gone. Make no CUDA call."""
-        return any(backend.get_error().name != "SUCCESS" for backend in self._backends)
+        try:
+            return any(backend.get_error().name != "SUCCESS" for backend in self._backends)
+        except RuntimeError:
+            return False  # a backend that cannot tell
 
-    def abort(self, grace: float) -> None:
+    def abort(self, grace: float, reason: str) -> None:
         """Release a host or a GPU that waits for a lost transfer.
 
-        If that takes longer than `grace` seconds, print where Python is, and exit the process.
+        If that takes longer than `grace` seconds, print why and where, and exit the process.
         """
         if not self._backends:
             return
-        faulthandler.dump_traceback_later(grace, exit=True, file=2)  # needs no interpreter lock
-        with nccl_group(self._backends[0]):  # separate aborts may deadlock
-            for backend in self._backends:
-                with contextlib.suppress(RuntimeError):
-                    backend.abort()
-        faulthandler.cancel_dump_traceback_later()
+        timer = threading.Timer(grace / 2, sys.stderr.write, [f"aborting NCCL, since {reason}\n"])
+        timer.daemon = True
+        timer.start()
+        exit_later(grace)
+        try:
+            with nccl_group(self._backends[0]):  # separate aborts may deadlock
+                for backend in self._backends:
+                    with contextlib.suppress(RuntimeError):
+                        backend.abort()
+        finally:
+            timer.cancel()
+            faulthandler.cancel_dump_traceback_later()
+
+
+def exit_later(seconds: float) -> None:
+    """Print where Python is and exit the process after some time, unless called again or cancelled.
+
+    It needs no interpreter lock, which a thread that hangs in a CUDA call may hold.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
 def attempt() -> str:

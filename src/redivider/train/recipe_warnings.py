@@ -6,7 +6,9 @@ from redivider.pipeline.schedule import Schedule
 from redivider.train.recipe import Recipe
 
 
-def doubts(recipe: Recipe, per_epoch: int, num_stages: int = 1, reverses: bool = True) -> list[str]:
+def find_warnings(
+    recipe: Recipe, per_epoch: int, num_stages: int = 1, reverses: bool = True
+) -> list[str]:
     """Return warnings about settings that have no effect or train badly.
 
     Args:

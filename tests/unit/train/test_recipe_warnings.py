@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 from support.training import recipe
 
-from redivider.train.doubts import doubts
 from redivider.train.errors import TrainError
 from redivider.train.loop import train
+from redivider.train.recipe_warnings import find_warnings
 
 
 def test_what_does_not_come_to_pass_is_told():
-    assert not doubts(recipe(epochs=3, warmup=1, schedule="step", milestones=(1, 2)), 100)
-    (late,) = doubts(recipe(epochs=3, schedule="step", milestones=(2, 150, 225)), 100)
+    assert not find_warnings(recipe(epochs=3, warmup=1, schedule="step", milestones=(1, 2)), 100)
+    (late,) = find_warnings(recipe(epochs=3, schedule="step", milestones=(2, 150, 225)), 100)
     assert "ends before the rate falls after 150, 225 epochs" in late
-    (warm,) = doubts(recipe(epochs=3, warmup=3), 100)
+    (warm,) = find_warnings(recipe(epochs=3, warmup=3), 100)
     assert "all of the 3 epochs" in warm
-    (long,) = doubts(recipe(epochs=0.2, accumulate=50), 100)
+    (long,) = find_warnings(recipe(epochs=0.2, accumulate=50), 100)
     assert "takes 0.5 epochs, more than 0.2: --microbatch is " in long
     assert long.endswith("--accumulate 50")
 
@@ -24,16 +24,16 @@ def test_what_does_not_come_to_pass_is_told():
 @pytest.mark.parametrize("method", ["reverse", "overlap", "auto", "store", "checkpoint", "petra"])
 def test_a_model_without_couplings_is_told_what_reversing_does_for_it(method):
     made = recipe(model="resnet18", method=method, warmup=0)
-    assert not doubts(made, 100)
-    found = doubts(made, 100, reverses=False)
+    assert not find_warnings(made, 100)
+    found = find_warnings(made, 100, reverses=False)
     assert bool(found) == (method in ("reverse", "overlap", "auto"))
     assert all(f"resnet18 has no couplings to reverse, so that {method}" in each for each in found)
 
 
 def test_more_threads_than_cores_are_told(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert not doubts(recipe(threads=2), 100)
-    (told,) = doubts(recipe(threads=3), 100)
+    assert not find_warnings(recipe(threads=2), 100)
+    (told,) = find_warnings(recipe(threads=3), 100)
     assert "--threads is 3, of 2 cores" in told
     with pytest.raises(TrainError, match="threads must be 0 or more and at most 1024, got 100000"):
         recipe(threads=100_000)
@@ -41,12 +41,12 @@ def test_more_threads_than_cores_are_told(monkeypatch):
 
 def test_adamw_by_late_gradients_is_told():
     late = recipe(optimizer="adamw", warmup=0, accumulate=4)
-    assert not doubts(late, 100, num_stages=3)  # one update late
-    (told,) = doubts(late, 100, num_stages=14)
+    assert not find_warnings(late, 100, num_stages=3)  # one update late
+    (told,) = find_warnings(late, 100, num_stages=14)
     assert "gradients are 6.5 updates late" in told and "set --stages lower" in told
-    (slow,) = doubts(replace(late, latency=2), 100, num_stages=3)
+    (slow,) = find_warnings(replace(late, latency=2), 100, num_stages=3)
     assert "2 updates late" in slow
-    assert not doubts(replace(late, optimizer="sgd"), 100, num_stages=14)
+    assert not find_warnings(replace(late, optimizer="sgd"), 100, num_stages=14)
 
 
 @pytest.mark.slow

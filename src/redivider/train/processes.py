@@ -20,7 +20,7 @@ from redivider.train.errors import TrainError
 SECONDS = 1.0  # between two collectives that ask all processes whether to stop
 
 
-class Crew:
+class Processes:
     """Single process, for which all collectives are trivial."""
 
     is_writer = True
@@ -57,7 +57,7 @@ class Crew:
         yield
 
 
-class Ranks(Crew):
+class Ranks(Processes):
     """One of several processes, which decide together."""
 
     def __init__(self, team: Team) -> None:
