@@ -66,7 +66,7 @@ def test_a_coupling_with_a_forward_of_its_own_is_refused():
 
     for kind in (Own, Scaled):
         chain = rd.Chain([rd.Duplicate(), kind(MLP(8)), rd.Fuse()])
-        with pytest.raises(ValueError, match=r"^unit 1, \w+\(MLP\): it has a forward of its own.*into f"):
+        with pytest.raises(ValueError, match=r"^unit 1, \w+\(MLP\): it has a forward of its own"):
             chain(torch.randn(5, 8))
         chain.backward = "store"
         chain(torch.randn(5, 8))

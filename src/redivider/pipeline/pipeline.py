@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,9 +26,6 @@ from redivider.pipeline.arguments import verify_arguments, verify_optimizer
 from redivider.pipeline.checkpoint.snapshot import restore_snapshot, take_snapshot, verify_snapshot
 from redivider.pipeline.methods import resolve_method
 from redivider.pipeline.partition import balance_of, units_of
-from redivider.pipeline.runners.capturable import reason_against
-from redivider.pipeline.runners.captured import CapturedRunner
-from redivider.pipeline.runners.cuda_graphs import CudaGraphs
 from redivider.pipeline.runners.in_flight import InFlight
 from redivider.pipeline.runners.inputs import CallerTensors, verify_inputs, verify_mode
 from redivider.pipeline.runners.prefetch import Prefetch
@@ -37,7 +33,6 @@ from redivider.pipeline.runners.tick_context import EagerTick, TickContext
 from redivider.pipeline.runners.transport import InProcess, Transport
 from redivider.pipeline.schedule import Action, Schedule
 from redivider.pipeline.stages.compression import Packing
-from redivider.pipeline.stages.fused_optimizer import fuse
 from redivider.pipeline.stages.loss import Loss
 from redivider.pipeline.stages.placement import (
     group_units,
@@ -52,6 +47,7 @@ from redivider.replay.autocast import without_autocast
 
 if TYPE_CHECKING:
     from redivider.pipeline.diagnostics.probe import Probe
+    from redivider.pipeline.runners.captured import CapturedRunner
 
 logger = logging.getLogger("redivider")
 
@@ -187,14 +183,9 @@ class Pipeline:
         device = self.device
         self._prefetch = Prefetch(device) if device.type == "cuda" else None
         if capture and device.type == "cuda":
-            for stage in self.stages:
-                if stage.optimizer is not None:
-                    fuse(stage.optimizer)
-            against = reason_against(self)
-            if against is None:
-                self._captured = CapturedRunner(self, partial(CudaGraphs, device))
-            else:
-                logger.info("ticks are not captured: %s", against)
+            from redivider.pipeline.runners.captured import make_captured
+
+            self._captured = make_captured(self)
 
     def step(self, x: Any, target: Any = None, /, **side: Any) -> Tick:
         """Feed a micro-batch and run one tick; return the loss that was computed in it.

@@ -42,6 +42,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +51,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.backward.mailbox import Mailbox
-from redivider.pipeline.runners.capturable import Settings, signature_of
+from redivider.pipeline.runners.capturable import Settings, reason_against, signature_of
 from redivider.pipeline.runners.control import Control
-from redivider.pipeline.runners.cuda_graphs import Graphs
+from redivider.pipeline.runners.cuda_graphs import CudaGraphs, Graphs
 from redivider.pipeline.runners.recording import NONE, Recording
 from redivider.pipeline.runners.tick_state import TickState
-from redivider.pipeline.stages.fused_optimizer import has_hooks
+from redivider.pipeline.stages.fused_optimizer import fuse, has_hooks
 from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.ring_buffer import Ring
 from redivider.pipeline.stages.stage import Stage
@@ -394,3 +395,15 @@ class CapturedRunner:
 
     def _units(self) -> list[tuple[Stage, Unit]]:
         return [(stage, unit) for stage in self._pipe.stages for unit in stage.units]
+
+
+def make_captured(pipe: "Pipeline") -> CapturedRunner | None:
+    """Return what runs the ticks of a pipeline on a GPU as graphs, or log why they cannot be."""
+    for stage in pipe.stages:
+        if stage.optimizer is not None:
+            fuse(stage.optimizer)
+    against = reason_against(pipe)
+    if against is None:
+        return CapturedRunner(pipe, partial(CudaGraphs, pipe.device))
+    logger.info("ticks are not captured: %s", against)
+    return None
