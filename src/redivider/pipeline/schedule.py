@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Kind: TypeAlias = Literal["F", "B"]
-Way: TypeAlias = Literal["up", "down"]
+Direction: TypeAlias = Literal["up", "down"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -47,7 +47,7 @@ class Action(NamedTuple):
 class Leg(NamedTuple):
     """Message from one process to a stage of a neighbouring one."""
 
-    way: Way
+    direction: Direction
     stage: int
     microbatch: int
 

@@ -13,7 +13,7 @@ from redivider.pipeline.stages.compression import Packing
 
 
 def spreads(stages: int):
-    """All ways to give consecutive stages to two or more processes."""
+    """All directions to give consecutive stages to two or more processes."""
     for num in range(1, stages):
         for ends in combinations(range(1, stages), num):
             yield [range(*pair) for pair in pairwise([0, *ends, stages])]
@@ -30,23 +30,23 @@ def test_the_batches_of_neighbours_mirror_each_other(stages, latency):
                 out = [schedule.sent(t, own, entered) for own in spread]
                 into = [schedule.received(t, own, entered) for own in spread]
                 for place in range(len(spread) - 1):
-                    ups = [leg for leg in out[place] if leg.way == "up"]
-                    downs = [leg for leg in out[place + 1] if leg.way == "down"]
-                    assert ups == [leg for leg in into[place + 1] if leg.way == "up"]
-                    assert downs == [leg for leg in into[place] if leg.way == "down"]
+                    ups = [leg for leg in out[place] if leg.direction == "up"]
+                    downs = [leg for leg in out[place + 1] if leg.direction == "down"]
+                    assert ups == [leg for leg in into[place + 1] if leg.direction == "up"]
+                    assert downs == [leg for leg in into[place] if leg.direction == "down"]
                     assert len(ups) <= 1 and len(downs) <= 1  # no other order is possible
                     assert all(leg.stage == spread[place + 1][0] for leg in ups)
                     assert all(leg.stage == spread[place][-1] for leg in downs)
-                assert not [leg for leg in out[0] if leg.way == "down"]
-                assert not [leg for leg in out[-1] if leg.way == "up"]
+                assert not [leg for leg in out[0] if leg.direction == "down"]
+                assert not [leg for leg in out[-1] if leg.direction == "up"]
 
 
 @pytest.mark.parametrize("latency", [1, 2, 3])
 def test_a_message_is_read_a_latency_after_its_tick(latency):
     schedule, own, entered = Schedule(4, latency), range(1, 3), 9
     for t in range(schedule.num_ticks(entered)):
-        for way, stage, microbatch in schedule.received(t, own, entered):
-            kind = "F" if way == "up" else "B"
+        for direction, stage, microbatch in schedule.received(t, own, entered):
+            kind = "F" if direction == "up" else "B"
             due = schedule.actions(t + latency, entered)
             assert (kind, stage, microbatch) in due
 

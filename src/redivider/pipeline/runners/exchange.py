@@ -18,7 +18,7 @@ from redivider.pipeline.runners.wire import (
     dtype_of,
     name_of,
 )
-from redivider.pipeline.schedule import Leg, Schedule, Way
+from redivider.pipeline.schedule import Direction, Leg, Schedule
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.message import Flow, Message
 
@@ -45,9 +45,9 @@ class Mail:
         self._team, self._device = team, device
         self._own, self._schedule = own, schedule
         self._post = post = Post(team)
-        self._incoming: dict[Way, Incoming] = {}
-        self._outgoing: dict[Way, Outgoing] = {}
-        self._sent: list[Way] = []  # in this tick
+        self._incoming: dict[Direction, Incoming] = {}
+        self._outgoing: dict[Direction, Outgoing] = {}
+        self._sent: list[Direction] = []  # in this tick
         self._num_evaluated = Counter[str]()
         most = 2 * schedule.latency
         if team.place > 0:
@@ -75,31 +75,33 @@ class Mail:
     def expect(self, legs: Iterator[Leg]) -> None:
         """Post receives early, if the backend matches by tag."""
         if not self._team.batches:
-            for way, num in Counter(leg.way for leg in legs).items():
-                self._incoming[way].expect(num)
+            for direction, num in Counter(leg.direction for leg in legs).items():
+                self._incoming[direction].expect(num)
 
-    def send(self, way: Way, message: Message) -> None:
+    def send(self, direction: Direction, message: Message) -> None:
         """Send a message to the next process, or to the one before."""
-        flow, side = message.flow, message.side if way == "up" else {}
+        flow, side = message.flow, message.side if direction == "up" else {}
         tree, exact = (flow.value, message.grads), (name_of(flow.dtype), side)
-        self._outgoing[way].send(tree, exact)
-        self._sent.append(way)
+        self._outgoing[direction].send(tree, exact)
+        self._sent.append(direction)
 
-    def take(self, way: Way) -> tuple[Flow, list[Any], dict[str, Any]]:
+    def take(self, direction: Direction) -> tuple[Flow, list[Any], dict[str, Any]]:
         """Wait for the next message; return its flow, gradients and, upwards, side inputs."""
-        (value, grads), (dtype, side) = self._incoming[way].take()
+        (value, grads), (dtype, side) = self._incoming[direction].take()
         return Flow(value, dtype_of(dtype)), grads, side
 
     def exchange(self, t: int, entered: int) -> None:
         """Start the batch of a tick, if the backend matches by order: its sends and receives."""
-        ways, self._sent = self._sent, []
+        directions, self._sent = self._sent, []
         if not self._team.batches:
             return
         due = self._schedule.sent(t, self._own, entered)
-        if ways != [leg.way for leg in due]:  # receives would match other messages
-            raise RuntimeError(f"tick {t} sent {ways} and not {due}; this is a defect of redivider")
+        if directions != [leg.direction for leg in due]:  # receives would match other messages
+            raise RuntimeError(
+                f"tick {t} sent {directions} and not {due}; this is a defect of redivider"
+            )
         for leg in self.arriving(range(t, t + 1), entered):
-            self._incoming[leg.way].post_next()
+            self._incoming[leg.direction].post_next()
         self._post.exchange()
         self.catch_up()
 

@@ -7,7 +7,7 @@ backward.
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from redivider.pipeline.schedule import Schedule, Way
+from redivider.pipeline.schedule import Direction, Schedule
 from redivider.pipeline.stages.message import Message
 
 Inboxes: TypeAlias = list[dict[int, Message]]
@@ -57,9 +57,9 @@ class InFlight:
         lag = self.schedule.lag("F", self.schedule.num_stages - 1)
         return self.first + max(0, self.tick - lag)
 
-    def inbox(self, way: Way, stage: int) -> dict[int, Message]:
+    def inbox(self, direction: Direction, stage: int) -> dict[int, Message]:
         """Return the messages that have come to a stage, by micro-batch."""
-        return (self.up if way == "up" else self.down)[stage]
+        return (self.up if direction == "up" else self.down)[stage]
 
     def restart(self) -> None:
         """Count ticks anew, when the pipeline is empty."""

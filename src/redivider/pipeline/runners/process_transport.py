@@ -16,7 +16,7 @@ from redivider.pipeline.runners.in_flight import InFlight
 from redivider.pipeline.runners.inputs import CallerTensors
 from redivider.pipeline.runners.topology import Team
 from redivider.pipeline.runners.transport import Transport
-from redivider.pipeline.schedule import Leg, Way
+from redivider.pipeline.schedule import Direction, Leg
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.stage import Stage
@@ -82,15 +82,15 @@ class BetweenProcesses(Transport):
         self._team.watch.note(f"tick {self._in_flight.first + t}")
         self.mail.expect(self._arriving(range(t - latency, t + latency)))
 
-    def deliver(self, way: Way, stage: int, message: Message) -> None:
+    def deliver(self, direction: Direction, stage: int, message: Message) -> None:
         if stage in self._own:
-            self._put(way, stage, message)
+            self._put(direction, stage, message)
         else:
-            self.mail.send(way, message)
+            self.mail.send(direction, message)
 
-    def fetch(self, way: Way, stage: int, n: int) -> Message:
-        inbox = self._in_flight.inbox(way, stage)
-        return inbox.pop(n) if n in inbox else self._receive(way, n)
+    def fetch(self, direction: Direction, stage: int, n: int) -> Message:
+        inbox = self._in_flight.inbox(direction, stage)
+        return inbox.pop(n) if n in inbox else self._receive(direction, n)
 
     def forget(self, stage: int, n: int) -> None:
         if stage == self._own[0]:
@@ -102,11 +102,11 @@ class BetweenProcesses(Transport):
     def drain(self) -> None:
         """Receive all messages in flight, so that inboxes hold what they hold in one process."""
         flight = self._in_flight
-        for way, stage, local in self._arriving(
+        for direction, stage, local in self._arriving(
             range(flight.tick - flight.schedule.latency, flight.tick)
         ):
             n = flight.first + local
-            flight.inbox(way, stage)[n] = self._receive(way, n)
+            flight.inbox(direction, stage)[n] = self._receive(direction, n)
         self.mail.finish()
 
     def contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
@@ -168,13 +168,13 @@ class BetweenProcesses(Transport):
         """Yield the messages that are sent here in these ticks and have not been received."""
         flight = self._in_flight
         for leg in self.mail.arriving(ticks, flight.entered):
-            if flight.first + leg.microbatch not in flight.inbox(leg.way, leg.stage):
+            if flight.first + leg.microbatch not in flight.inbox(leg.direction, leg.stage):
                 yield leg
 
-    def _receive(self, way: Way, n: int) -> Message:
-        flow, grads, arrived = self.mail.take(way)
+    def _receive(self, direction: Direction, n: int) -> Message:
+        flow, grads, arrived = self.mail.take(direction)
         side, autocast = self._contexts[n]
-        if way == "down":
+        if direction == "down":
             return Message(n, flow, autocast, side, grads=grads)
         self._contexts[n] = (arrived, autocast)
         return Message(n, flow, autocast, arrived, self._future_targets.pop(n, None))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from redivider.pipeline.runners.in_flight import InFlight
 from redivider.pipeline.runners.inputs import CallerTensors
-from redivider.pipeline.schedule import Way
+from redivider.pipeline.schedule import Direction
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.stage import Stage
@@ -46,11 +46,11 @@ class Transport(ABC):
         """Put a new micro-batch into the first inbox; return its message, if that is here."""
 
     @abstractmethod
-    def deliver(self, way: Way, stage: int, message: Message) -> None:
+    def deliver(self, direction: Direction, stage: int, message: Message) -> None:
         """Deliver a message to a stage."""
 
     @abstractmethod
-    def fetch(self, way: Way, stage: int, n: int) -> Message:
+    def fetch(self, direction: Direction, stage: int, n: int) -> Message:
         """Return the message of a micro-batch for a stage, and remove it from its inbox."""
 
     @abstractmethod
@@ -82,9 +82,9 @@ class Transport(ABC):
         inboxes = self._in_flight.up
         return {n: message.target for inbox in inboxes for n, message in inbox.items()}
 
-    def _put(self, way: Way, stage: int, message: Message) -> None:
+    def _put(self, direction: Direction, stage: int, message: Message) -> None:
         """Put a message into the inbox of a stage that is here, as if it had travelled."""
-        inbox = self._in_flight.inbox(way, stage)
+        inbox = self._in_flight.inbox(direction, stage)
         inbox[message.microbatch] = message.rounded(self._packing)
 
 
@@ -100,11 +100,11 @@ class InProcess(Transport):
         self._in_flight.up[0][n] = message
         return message
 
-    def deliver(self, way: Way, stage: int, message: Message) -> None:
-        self._put(way, stage, message)
+    def deliver(self, direction: Direction, stage: int, message: Message) -> None:
+        self._put(direction, stage, message)
 
-    def fetch(self, way: Way, stage: int, n: int) -> Message:
-        return self._in_flight.inbox(way, stage).pop(n)
+    def fetch(self, direction: Direction, stage: int, n: int) -> Message:
+        return self._in_flight.inbox(direction, stage).pop(n)
 
     def contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
         inboxes = (*self._in_flight.up, *self._in_flight.down)

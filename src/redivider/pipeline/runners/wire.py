@@ -41,7 +41,7 @@ NUM_TAGS = 2**13  # messages until tags begin anew
 Kind: TypeAlias = Literal["up", "down", "evaluate"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 AS_IT_IS = Packing(None)
-Look: TypeAlias = tuple[TreeSpec, list[Any]]
+Layout: TypeAlias = tuple[TreeSpec, list[Any]]
 
 
 class Transfer:
@@ -74,11 +74,11 @@ class Post:
         self._ops: list[dist.P2POp] = []
 
     def begin(
-        self, way: Literal["send", "receive"], tensors: Sequence[Tensor], rank: int, tag: int
+        self, direction: Literal["send", "receive"], tensors: Sequence[Tensor], rank: int, tag: int
     ) -> Transfer:
         """Start to send or receive the tensors of a message; tensor i has the tag `tag` + i."""
         transfer = Transfer(self._team, tensors, rank)
-        function: Any = dist.isend if way == "send" else dist.irecv
+        function: Any = dist.isend if direction == "send" else dist.irecv
         group = self._team.stage_group
         # As bytes: no backend supports all dtypes.
         parts = [
@@ -128,7 +128,7 @@ class Outgoing:
     """Number of this line among those of its kind to that rank."""
     bytes_sent: int = 0
     _num: int = 0
-    _look: Look | None = None
+    _layout: Layout | None = None
     _signature: Any = None
     _leaving: deque[Transfer] = field(default_factory=deque)
 
@@ -142,7 +142,7 @@ class Outgoing:
             else None
             for i, leaf in enumerate(leaves)
         ]
-        self._verify_look(spec, leaves, packed)
+        self._verify_layout(spec, leaves, packed)
         parts = [part for some in packed if some is not None for part in some]
         flat = [p if p.is_contiguous() else p.permute(order_of(p)) for p in parts]
         flat = _on(self.team.device, flat)
@@ -157,7 +157,7 @@ class Outgoing:
         while len(self._leaving) > most:
             self._leaving.popleft().wait()
 
-    def _verify_look(
+    def _verify_layout(
         self, spec: TreeSpec, leaves: Sequence[Any], packed: Sequence[list[Tensor] | None]
     ) -> None:
         """Announce shapes and dtypes with the first message; refuse a message with others."""
@@ -170,22 +170,22 @@ class Outgoing:
         )
         if signature == self._signature:
             return
-        looks = [
-            _plain(leaf) if parts is None else [name_of(leaf.dtype), *map(_look_of, parts)]
+        layouts = [
+            _plain(leaf) if parts is None else [name_of(leaf.dtype), *map(_layout_of, parts)]
             for leaf, parts in zip(leaves, packed, strict=True)
         ]
-        self._tell((spec, looks))
+        self._announce((spec, layouts))
         self._signature = signature
 
-    def _tell(self, look: Look) -> None:
-        """Say how messages look, once; refuse one that looks otherwise."""
-        if self._look == look:
+    def _announce(self, layout: Layout) -> None:
+        """Send the layout of the messages, once; refuse a message with another one."""
+        if self._layout == layout:
             return
-        if self._look is not None:
-            raise ValueError(_differ(self._look, look))
-        self._look = look
+        if self._layout is not None:
+            raise ValueError(_differ(self._layout, layout))
+        self._layout = layout
         note = f"{self.kind} {self.number} of rank {self.team.rank}"
-        self.team.put_note(note, json.dumps([dump_tree(look[0]), look[1]]))
+        self.team.put_note(note, json.dumps([dump_tree(layout[0]), layout[1]]))
 
 
 @dataclass
@@ -202,24 +202,24 @@ class Incoming:
     number: int = 0
     """Number of this line among those of its kind from that rank."""
     _num: int = 0
-    _look: Look | None = None
+    _layout: Layout | None = None
     _posted: deque[Transfer] = field(default_factory=deque)
 
     def expect(self, num: int) -> None:
         """Post receives for the next `num` messages, once their shapes are known."""
-        while self._look is not None and len(self._posted) < num:
+        while self._layout is not None and len(self._posted) < num:
             self.post_next()
 
     def post_next(self) -> None:
         """Post the receive of the next message."""
-        if self._look is None:
+        if self._layout is None:
             note = f"{self.kind} {self.number} of rank {self.rank}"
-            spec, looks = json.loads(self.team.take_note(note, self.rank))
-            self._look = treespec_loads(spec), looks
-        wired = [part for look in self._look[1] if _is_tensor(look) for part in look[1:]]
+            spec, layouts = json.loads(self.team.take_note(note, self.rank))
+            self._layout = treespec_loads(spec), layouts
+        wired = [part for layout in self._layout[1] if _is_tensor(layout) for part in layout[1:]]
         buffers = [
             torch.empty(
-                [shape[each] for each in order],
+                [shape[dim] for dim in order],
                 dtype=dtype_of(dtype),
                 device=self.team.device,
                 pin_memory=self.team.device.type == "cpu" and self.device.type == "cuda",
@@ -231,38 +231,38 @@ class Incoming:
         self._num += 1
 
     def take(self) -> Any:
-        """The next message; waits for it."""
+        """Wait for the next message, and return it."""
         if not self._posted:
             self.post_next()
-        assert self._look is not None
+        assert self._layout is not None
         parts = iter(self._posted.popleft().wait())
-        spec, looks = self._look
+        spec, layouts = self._layout
         leaves = []
-        for look in looks:
-            if not _is_tensor(look):
-                leaves.append(look)
+        for layout in layouts:
+            if not _is_tensor(layout):
+                leaves.append(layout)
                 continue
-            dtype, *wired = look
-            found = [
+            dtype, *wired = layout
+            tensors = [
                 next(parts).permute(_inverse(order)).to(self.device, non_blocking=True)
                 for _, _, order in wired
             ]
-            leaves.append(self.packing.unpack(found, dtype_of(dtype)))
+            leaves.append(self.packing.unpack(tensors, dtype_of(dtype)))
         return tree_unflatten(leaves, spec)
 
 
 def name_of(dtype: torch.dtype | None) -> str | None:
-    """A dtype in plain data."""
+    """Return the name of a dtype."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str | None) -> Any:
-    """A dtype from plain data."""
+    """Return the dtype of a name."""
     return None if name is None else getattr(torch, name)
 
 
 def dump_tree(spec: TreeSpec) -> str:
-    """A tree's structure as text."""
+    """Return the structure of a tree as text."""
     try:
         return treespec_dumps(spec)
     except NotImplementedError:
@@ -280,7 +280,7 @@ def _tag(team: int, kind: Kind, num: int) -> int:
 def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
     """Return the tensors on the device from which they are sent.
 
-    Check each one: a side input may be on the host while streams are on the GPU.
+    Check every one: a side input may be on the host while streams are on the GPU.
     """
     if device.type != "cpu":
         return [tensor.to(device) for tensor in tensors]
@@ -294,12 +294,12 @@ def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
     return pinned
 
 
-def _look_of(tensor: Tensor) -> list[Any]:
+def _layout_of(tensor: Tensor) -> list[Any]:
     return [list(tensor.shape), name_of(tensor.dtype), order_of(tensor)]
 
 
-def _differ(before: Look, now: Look) -> str:
-    """Why a message cannot follow another one."""
+def _differ(before: Layout, now: Layout) -> str:
+    """Return why a message cannot follow another one."""
     if before[0] == now[0]:
         for one, other in zip(before[1], now[1], strict=True):
             if one != other and not _is_tensor(one):
@@ -307,19 +307,19 @@ def _differ(before: Look, now: Look) -> str:
                     f"a side input is {other!r} now, and was {one!r}: numbers must stay the same "
                     "over all micro-batches; give one that changes as a tensor"
                 )
-    shapes = [", ".join(_say(each) for each in look[1]) for look in (now, before)]
+    shapes = [", ".join(_describe(part) for part in layout[1]) for layout in (now, before)]
     return (
         f"messages are {shapes[0]} now, and were {shapes[1]}: all micro-batches of a "
         "DistributedPipeline have one shape; leave the last, smaller batch of an epoch out"
     )
 
 
-def _say(look: Any) -> str:
-    return f"{look[1][0]} {look[0]}" if _is_tensor(look) else repr(look)
+def _describe(layout: Any) -> str:
+    return f"{layout[1][0]} {layout[0]}" if _is_tensor(layout) else repr(layout)
 
 
-def _is_tensor(look: Any) -> bool:
-    return isinstance(look, list)
+def _is_tensor(layout: Any) -> bool:
+    return isinstance(layout, list)
 
 
 def _plain(leaf: Any) -> Any:
@@ -332,4 +332,4 @@ def _plain(leaf: Any) -> Any:
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(each) for each in range(len(order))]
+    return [order.index(dim) for dim in range(len(order))]
