@@ -56,10 +56,16 @@ class Communicators:
     def abort(self, grace: float, reason: str) -> None:
         self.aborted.set()
 
+    def exit_later(self, seconds: float) -> None:
+        self.exits_in = seconds
+
+    def cancel_exit(self) -> None:
+        self.exits_in = None
+
 
 def pend(*transfers) -> Pending:
     """Transfers whose thread does not run: a test examines them."""
-    found = Pending(Communicators())
+    found = Pending(Communicators(), 600)
     found._thread = threading.current_thread()
     for transfer in transfers:
         found.add(*transfer)
@@ -112,7 +118,7 @@ def test_a_device_that_does_not_answer_is_noticed():
             answered.wait()
             return True
 
-    transfers = Pending(Communicators())
+    transfers = Pending(Communicators(), 600)
     transfers.add(Blocked(is_over=True), 3, None)
     transfers._moved_at -= 10
     time.sleep(2 * pending.BEAT)
@@ -123,7 +129,7 @@ def test_a_device_that_does_not_answer_is_noticed():
 
 
 def test_a_call_that_does_not_return_is_noticed():
-    state = _State(Communicators())
+    state = _State(Communicators(), 600)
     state.waits_for, state.waits_since = -1, time.monotonic() - 10 - SLACK
     assert state.find_stuck(9) == (None, TIMED_OUT)
     assert state.find_stuck(60) is None
@@ -201,6 +207,20 @@ threading.Event().wait()
 """
 
 
+def test_the_timer_runs_while_transfers_are_pending():
+    communicators, last = Communicators(), Work()
+    transfers = Pending(communicators, 7)
+    transfers.add(last, 1, None)
+    assert communicators.exits_in == 7  # before anybody asks the device
+    communicators.exits_in, last.is_over = None, True
+    deadline = time.monotonic() + seconds(30)
+    while transfers.is_busy() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    transfers.close()
+    transfers.join(seconds(30))
+    assert not transfers.is_busy() and communicators.exits_in is None
+
+
 @pytest.mark.slow
 def test_a_process_whose_device_blocks_the_interpreter_ends():
     command = [sys.executable, "-c", BLOCKED]
@@ -209,7 +229,7 @@ def test_a_process_whose_device_blocks_the_interpreter_ends():
 
 
 def test_a_thread_does_not_wait_for_itself():
-    transfers, errors = Pending(Communicators()), []
+    transfers, errors = Pending(Communicators(), 600), []
 
     class Collected(Work):
         def is_completed(self) -> bool:  # as a finalizer that runs in this thread
@@ -223,3 +243,46 @@ def test_a_thread_does_not_wait_for_itself():
     transfers.add(Collected(is_over=True), 1, None)
     transfers._thread.join(seconds(30))
     assert not errors and not transfers._thread.is_alive()
+
+
+class Store(dict):
+    """A store in the memory of a process, which may end."""
+
+    is_gone = False
+
+    def clone(self):
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+    def set(self, key: str, value: str) -> None:
+        if self.is_gone:
+            raise RuntimeError("connection reset")
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self.set("checked", "")
+        return all(key in self for key in keys)
+
+
+def test_a_store_that_is_gone_while_the_device_waits_is_a_failure(monkeypatch):
+    """Nobody could report one, nor would the main thread notice."""
+    for module in (heartbeat, pending):
+        monkeypatch.setattr(module, "BEAT", 0.02)
+    store, communicators = Store(), Communicators()
+    ours = Watch(store, 1, [0, 1], 600, communicators)
+    ours.follow(Work(), None, None)
+    store.is_gone = True
+    assert communicators.aborted.wait(seconds(30))
+    with pytest.raises(rd.PipelineError, match="rank 0 or its torchrun holds, is gone"):
+        ours.verify_well()
+
+
+def test_a_store_that_is_gone_at_the_end_is_none(monkeypatch):
+    monkeypatch.setattr(heartbeat, "BEAT", 0.02)
+    store, communicators = Store(), Communicators()
+    ours = Watch(store, 1, [0, 1], 600, communicators)
+    store.is_gone = True
+    assert ours._state.is_over.wait(seconds(30))
+    assert ours.heard is None and not communicators.aborted.is_set()

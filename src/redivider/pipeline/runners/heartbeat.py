@@ -10,7 +10,6 @@ not return. After a failure it aborts the communicators, so that the main thread
 reason. If that does not help, it exits the process.
 """
 
-import faulthandler
 import os
 import sys
 import threading
@@ -22,7 +21,7 @@ from typing import Any, TypeAlias
 
 from redivider.errors import PipelineError
 from redivider.pipeline.runners.pending import BEAT, TIMED_OUT, Pending
-from redivider.pipeline.runners.process_group import Communicators, exit_later
+from redivider.pipeline.runners.process_group import Communicators
 
 GRACE = 10.0  # seconds from hearing of a failure until the process is killed
 SLACK = 5.0  # seconds beyond the timeout for a wait to raise by itself
@@ -49,11 +48,11 @@ class Watch:
         timeout: float,
         communicators: Communicators,
     ) -> None:
-        self._rank, self._timeout, self._communicators = rank, timeout, communicators
+        self._rank, self._communicators = rank, communicators
         self.stages: dict[int, str] = {}
         """Stages of each rank, in words."""
         self._has_failed = False
-        self._state = state = _State(communicators)
+        self._state = state = _State(communicators, timeout + SLACK + GRACE)
         self._board = _Board(store, rank, ranks, self.stages, timeout, state)
         own = store.clone()  # its own connection: a blocking call would hold the first one
         board = _Board(own, rank, ranks, self.stages, timeout, state)
@@ -72,7 +71,7 @@ class Watch:
 
     @property
     def heard(self) -> PipelineError | None:
-        """The reported failure, if any."""
+        """Reported failure, if any."""
         return None if self._state.heard is None else self._error(self._state.heard)
 
     def settle(self) -> None:
@@ -94,7 +93,7 @@ class Watch:
         return self._board.publish(reason)
 
     def find_reason(self, rank: int | None, error: str) -> PipelineError:
-        """Return the cause of a failed wait: a reported one, or one found from the heartbeats."""
+        """Return the cause of a failed wait: a reported one, or one that the heartbeats show."""
         return self._error(self._board.find_reason(rank, error))
 
     def close(self) -> None:
@@ -151,7 +150,7 @@ class Waiting:
 class _State:
     """State that the process and its thread share."""
 
-    def __init__(self, communicators: Communicators) -> None:
+    def __init__(self, communicators: Communicators, limit: float) -> None:
         self.waits_for: int | None = None  # -1 for all
         self.waits_since = 0.0
         self.doing = "its beginning"
@@ -159,7 +158,7 @@ class _State:
         self.heard: str | None = None
         self.is_over = threading.Event()
         self.has_lost = False  # a wait has failed
-        self.pending = Pending(communicators)
+        self.pending = Pending(communicators, limit)
         self._abort_lock = threading.Lock()
 
     @property
@@ -201,7 +200,7 @@ class _Board:
         state: _State,
     ) -> None:
         self._store, self.rank, self._ranks = store, rank, ranks
-        self._stages, self.timeout, self._state = stages, timeout, state
+        self._stages, self._timeout, self._state = stages, timeout, state
 
     def publish(self, reason: str) -> str:
         """Report why this process fails; return the reason that was reported first."""
@@ -213,16 +212,11 @@ class _Board:
         return first.decode() or reason
 
     def find_reason(self, rank: int | None, error: str, others: "_Others | None" = None) -> str:
-        """Return the cause of a failed wait: a reported one, or one found from the heartbeats."""
+        """Return the cause of a failed wait: a reported one, or one that the heartbeats show."""
         try:
             return self._find_reason(rank, error, others or self._look_around())
         except RuntimeError:
-            if self._state.heard is not None:
-                return self._state.heard
-            return (
-                f"{self.name(self.rank)}: {self._lost(rank)}; the store, which rank 0 or its "
-                "torchrun holds, is gone, too"
-            )
+            return self._state.heard or self.say_store_is_gone(rank)
 
     def beat(self) -> None:
         """Write a heartbeat: the time, the rank that is waited for, and the current action."""
@@ -237,11 +231,14 @@ class _Board:
 
     def find_stuck(self) -> str | None:
         """Return the cause if this process waits in vain, else None."""
-        stuck = self._state.find_stuck(self.timeout)
+        stuck = self._state.find_stuck(self._timeout)
         if stuck is None:
             return None
-        others = self._look_around()
-        if self._state.find_stuck(self.timeout) is None:
+        try:
+            others = self._look_around()
+        except RuntimeError:
+            return self.say_store_is_gone(stuck[0])
+        if self._state.find_stuck(self._timeout) is None:
             return None  # it was only slow to answer
         return self.find_reason(*stuck, others)
 
@@ -259,6 +256,13 @@ class _Board:
             return self.publish(self._blame(rank, silent, last))
         # The neighbour may have aborted because of a third rank: prefer one without a heartbeat.
         return self.publish(f"{self.name(self.rank)}: {self._lost(silent[0] if silent else rank)}")
+
+    def say_store_is_gone(self, rank: int | None) -> str:
+        """Return the reason of a failure that nobody can report any more."""
+        return (
+            f"{self.name(self.rank)}: {self._lost(rank)}; the store, which rank 0 or its "
+            "torchrun holds, is gone, too"
+        )
 
     def _lost(self, rank: int | None) -> str:
         who = "another rank" if rank is None else self.name(rank)
@@ -283,7 +287,7 @@ class _Board:
     ) -> str:
         if silent:
             names = ", ".join(map(self.name, silent))
-            return f"{names}: gives no sign of life, and was waited for {self.timeout:g} s"
+            return f"{names}: gives no sign of life, and was waited for {self._timeout:g} s"
         culprit, seen = self.rank if rank is None else rank, {self.rank}
         while culprit not in seen and now[culprit][1] is not None and now[culprit][1] >= 0:
             seen.add(culprit)
@@ -292,7 +296,7 @@ class _Board:
             others = (other for other in self._ranks if other != self.rank)
             culprit = next((other for other in others if now[other][1] is None), culprit)
         return (
-            f"{self.name(culprit)}: in {now[culprit][2]}, was waited for {self.timeout:g} s; it "
+            f"{self.name(culprit)}: in {now[culprit][2]}, was waited for {self._timeout:g} s; it "
             "hangs, or its work takes longer than `timeout`"
         )
 
@@ -314,17 +318,10 @@ def _end(state: _State, thread: threading.Thread) -> None:
 
 def _beat(store: Any, board: _Board, state: _State, communicators: Communicators) -> None:
     """Write heartbeats and watch for failures, until stopped."""
-    heard_at, num_failed, is_armed = 0.0, 0, False
+    heard_at, num_failed = 0.0, 0
     communicators.prepare_thread()
     store.set_timeout(timedelta(seconds=5))
     while not state.is_over.wait(BEAT):
-        # A CUDA call may block with the interpreter's lock. Then nothing here runs, but this does.
-        if state.pending.is_busy():
-            exit_later(board.timeout + SLACK + GRACE)
-            is_armed = True
-        elif is_armed:
-            faulthandler.cancel_dump_traceback_later()
-            is_armed = False
         try:
             board.beat()
             if communicators.have_failed():
@@ -334,9 +331,10 @@ def _beat(store: Any, board: _Board, state: _State, communicators: Communicators
             num_failed = 0
         except Exception:
             num_failed += 1
-            if num_failed > 3:  # the store is gone: the run has failed or ended
-                state.close()
-                return
+            if num_failed > 3 and state.heard is None:  # the store is gone with its process
+                if not state.pending.is_busy():
+                    break  # the run has ended, or the main thread notices by itself
+                state.heard = board.say_store_is_gone(None)
         if state.heard is None:
             continue
         heard_at = heard_at or time.monotonic()
@@ -348,5 +346,4 @@ def _beat(store: Any, board: _Board, state: _State, communicators: Communicators
             sys.stderr.write(f"rank {board.rank}: ends, since a rank has failed: {state.heard}\n")
             sys.stderr.flush()
             os._exit(1)
-    if is_armed:
-        faulthandler.cancel_dump_traceback_later()
+    state.close()

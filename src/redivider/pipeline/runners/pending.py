@@ -5,8 +5,8 @@ example, the first launch of a kernel loads it, which waits for running kernels 
 the driver. If the transfer's peer has died, that lasts until the communicator is aborted. So the
 thread that aborts makes no CUDA call before: it reads here how long nothing has moved.
 
-torch keeps the interpreter's lock during a query. If one blocks, no thread of Python runs. Then the
-process exits when it has given no heartbeat for too long (heartbeat.py).
+torch keeps the interpreter's lock during a query. If one blocks, no thread of Python runs. So a
+timer that needs no lock exits the process if transfers are pending and none could be examined.
 """
 
 import threading
@@ -23,10 +23,15 @@ BROKEN = "broken"
 
 
 class Pending:
-    """Transfers that have begun, in their order, and whether they move."""
+    """Transfers that have begun, in their order, and whether they move.
 
-    def __init__(self, communicators: Communicators) -> None:
-        self._communicators = communicators
+    Args:
+        communicators: Communicators that transfer.
+        limit: Seconds without an examination after which the process exits.
+    """
+
+    def __init__(self, communicators: Communicators, limit: float) -> None:
+        self._communicators, self._limit = communicators, limit
         self.is_doubtful = False
         """Whether a transfer is being examined, or has failed."""
         self.has_broken = False
@@ -41,11 +46,14 @@ class Pending:
 
         Until the event `ready` has passed, the GPU does not wait: it computes.
         """
+        if self._is_over.is_set():
+            return
+        if not self._transfers:
+            self._communicators.exit_later(self._limit)
+        self._transfers.append((work, rank, ready))
         if self._thread is None:
             self._thread = threading.Thread(target=self._examine_until_closed, daemon=True)
             self._thread.start()
-        if not self._is_over.is_set():
-            self._transfers.append((work, rank, ready))
 
     def examine(self) -> None:
         """Remove the transfers that have completed, and note whether one has failed."""
@@ -91,6 +99,8 @@ class Pending:
     def close(self) -> None:
         """Stop the thread."""
         self._is_over.set()
+        if self._thread is not None:
+            self._communicators.cancel_exit()
 
     def join(self, timeout: float) -> None:
         """Wait until the thread has ended."""
@@ -104,5 +114,9 @@ class Pending:
     def _examine_until_closed(self) -> None:
         self._communicators.prepare_thread()
         while not self._is_over.wait(BEAT) and not self.has_broken:
-            if not self._communicators.have_failed():  # else a query may block
-                self.examine()
+            if not self._transfers or self._communicators.have_failed():  # a query may block
+                continue
+            self._communicators.exit_later(self._limit)
+            self.examine()
+            if not self._transfers:
+                self._communicators.cancel_exit()

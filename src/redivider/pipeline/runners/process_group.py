@@ -103,7 +103,7 @@ class Communicators:
         timer = threading.Timer(grace / 2, sys.stderr.write, [f"aborting NCCL, since {reason}\n"])
         timer.daemon = True
         timer.start()
-        exit_later(grace)
+        self.exit_later(grace)
         try:
             with nccl_group(self._backends[0]):  # separate aborts may deadlock
                 for backend in self._backends:
@@ -111,15 +111,18 @@ class Communicators:
                         backend.abort()
         finally:
             timer.cancel()
-            faulthandler.cancel_dump_traceback_later()
+            self.cancel_exit()
 
+    def exit_later(self, seconds: float) -> None:
+        """Print where Python is and exit the process after some time, unless called again.
 
-def exit_later(seconds: float) -> None:
-    """Print where Python is and exit the process after some time, unless called again or cancelled.
+        It needs no interpreter lock, which a thread that hangs in a CUDA call may hold.
+        """
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
-    It needs no interpreter lock, which a thread that hangs in a CUDA call may hold.
-    """
-    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    def cancel_exit(self) -> None:
+        """Let the process go on."""
+        faulthandler.cancel_dump_traceback_later()
 
 
 def attempt() -> str:
