@@ -4,7 +4,7 @@ What a group is asked for is done in that order: a batch, or a collective, begin
 before it is over. "eager": a send is over as soon as it has begun, as small messages are that fit
 into NCCL's buffers. "rendezvous": it is over when it is received. "device": the same, and the
 pipeline takes it for a GPU: waits have no limit, and end when the group is aborted, whatever has
-come. Questions to the device wait for a lock, which `load_kernel` holds until nothing runs there.
+come. Queries of the device wait for a lock, which `load_kernel` holds until nothing runs there.
 A buffer to be received into holds NaN until its message has come.
 """
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from redivider.pipeline.runners import topology
+from redivider.pipeline.runners.progress import NoProgress
 
 MODES = ("eager", "rendezvous", "device")
 driver = threading.Lock()
@@ -50,9 +51,11 @@ class Done(dist.Work):
             return self._event.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._event.wait(timeout and timeout.total_seconds()):
+        if timeout is None:  # the device waits
+            return self.left_the_device.wait()
+        if not self._event.wait(timeout.total_seconds()):
             raise RuntimeError("timed out")
-        if self.error is not None and timeout is not None:  # as NCCL's: else the device goes on
+        if self.error is not None:
             raise self.error
         return True
 
@@ -165,21 +168,24 @@ class Ordered(dist.ProcessGroup):
         return self._name
 
 
-class Event:
-    """A place in the work of a device that is never behind."""
+class Progress:
+    """Marks in the work of a device that is never behind, and behind its transfers."""
 
-    def record(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         pass
 
-    def query(self) -> bool:
-        return True
+    def mark(self) -> NoProgress:
+        return NoProgress()
+
+    def mark_behind(self, work: Done) -> SimpleNamespace:
+        return SimpleNamespace(has_passed=work.left_the_device.is_set)
 
 
 def register(backend: str) -> None:
     """Make the backends known to this process, which uses one; tell them what is one batch."""
     if backend == "device":
         topology.waits_on_device = lambda device: True
-        torch.cuda.Event = Event
+        topology.Progress = Progress
     for mode in MODES:
 
         def make(store: Any, rank: int, size: int, timeout: timedelta, mode: str = mode) -> Ordered:

@@ -13,32 +13,22 @@ from support.patience import seconds
 import redivider as rd
 from redivider.pipeline.runners import heartbeat, pending
 from redivider.pipeline.runners.heartbeat import SLACK, Watch, _State
-from redivider.pipeline.runners.pending import BROKEN, TIMED_OUT, Pending
+from redivider.pipeline.runners.pending import BROKEN, TIMED_OUT, Pending, PendingTransfer
 
 
-class Work:
-    """A transfer on a device."""
+class Mark:
+    """A point in the work of a device."""
 
-    def __init__(self, is_over: bool = False, error: str | None = None) -> None:
-        self.is_over, self._error = is_over, error
+    def __init__(self, is_passed: bool = False) -> None:
+        self.is_passed = is_passed
 
-    def is_completed(self) -> bool:
-        return self.is_over
-
-    def wait(self, timeout: timedelta) -> None:
-        assert self.is_over
-        if self._error is not None:
-            raise RuntimeError(self._error)
+    def has_passed(self) -> bool:
+        return self.is_passed
 
 
-class Event:
-    """A place in the work of a device."""
-
-    def __init__(self, is_over: bool) -> None:
-        self._is_over = is_over
-
-    def query(self) -> bool:
-        return self._is_over
+def transfer(rank: int | None = None, end: Mark | None = None, start: Mark | None = None):
+    """A transfer that does not end, unless told otherwise."""
+    return PendingTransfer(rank, start or Mark(True), end or Mark())
 
 
 class Communicators:
@@ -64,28 +54,26 @@ class Communicators:
 
 
 def pend(*transfers) -> Pending:
-    """Transfers whose thread does not run: a test examines them."""
-    found = Pending(Communicators(), 600)
-    found._thread = threading.current_thread()
-    for transfer in transfers:
-        found.add(*transfer)
-    return found
+    pending = Pending(Communicators(), 600)
+    for each in transfers:
+        pending.add(each)
+    return pending
 
 
 def test_transfers_that_come_to_their_end_are_forgotten():
-    last = Work()
-    transfers = pend((Work(True), 1, None), (Work(True), None, None), (last, 2, None))
+    last = Mark()
+    transfers = pend(transfer(1, Mark(True)), transfer(None, Mark(True)), transfer(2, last))
     transfers.examine()
     assert transfers.find_stuck(60) is None
-    assert list(transfers._transfers) == [(last, 2, None)] and transfers.is_busy()
-    last.is_over = True
+    assert [each.rank for each in transfers._transfers] == [2] and transfers.is_busy()
+    last.is_passed = True
     transfers.examine()
     assert transfers.find_stuck(0) is None and not transfers._transfers
     assert not transfers.is_busy()
 
 
 def test_a_device_that_waits_for_too_long_waits_for_the_first_transfer():
-    transfers = pend((Work(), 3, Event(True)), (Work(True), 1, Event(True)))
+    transfers = pend(transfer(3), transfer(1, Mark(True)))
     transfers._moved_at -= 10
     transfers.examine()
     assert transfers.find_stuck(9) == (3, TIMED_OUT)
@@ -95,37 +83,19 @@ def test_a_device_that_waits_for_too_long_waits_for_the_first_transfer():
     assert transfers.find_awaited() is None
 
 
-def test_a_transfer_that_is_over_may_have_failed():
-    transfers = pend((Work(True, "the remote process has exited"), 2, None))
+@pytest.mark.parametrize("transfers, rank", [([transfer(2)], 2), ([], None)])
+def test_a_communicator_that_fails_is_noticed(transfers, rank):
+    transfers = pend(*transfers)
+    transfers._communicators = Communicators(has_failed=True)
     transfers.examine()
-    assert transfers.find_stuck(60) == (2, BROKEN) and transfers.is_busy()
-    assert transfers.is_doubtful  # until the reason is found: the device has gone on with anything
+    assert transfers.find_stuck(60) == (rank, BROKEN) and transfers.is_busy()
 
 
 def test_a_device_that_computes_does_not_wait():
-    transfers = pend((Work(), 3, Event(False)))
+    transfers = pend(transfer(3, start=Mark(False)))
     transfers._moved_at -= 10
     transfers.examine()
     assert transfers.find_stuck(9) is None and transfers.find_awaited() is None
-
-
-def test_a_device_that_does_not_answer_is_noticed():
-    """A question to it blocks: it is asked in a thread that nobody waits for."""
-    answered = threading.Event()
-
-    class Blocked(Work):
-        def is_completed(self) -> bool:
-            answered.wait()
-            return True
-
-    transfers = Pending(Communicators(), 600)
-    transfers.add(Blocked(is_over=True), 3, None)
-    transfers._moved_at -= 10
-    time.sleep(2 * pending.BEAT)
-    assert transfers.find_stuck(9) == (3, TIMED_OUT)
-    answered.set()
-    transfers.close()
-    transfers.join(seconds(30))
 
 
 def test_a_call_that_does_not_return_is_noticed():
@@ -135,16 +105,16 @@ def test_a_call_that_does_not_return_is_noticed():
     assert state.find_stuck(60) is None
 
 
-@pytest.mark.parametrize("how", ["hangs", "breaks", "breaks unseen"])
+@pytest.mark.parametrize("how", ["hangs", "breaks"])
 def test_a_failure_aborts_and_is_everybodys_reason(how, monkeypatch):
     for module in (heartbeat, pending):
         monkeypatch.setattr(module, "BEAT", 0.02)
     store = dist.PrefixStore("run", dist.HashStore())
-    communicators = Communicators(has_failed=how == "breaks unseen")
+    communicators = Communicators(has_failed=how == "breaks")
     ours = Watch(store, 1, [0, 1, 2], 0.1 if how == "hangs" else 600, communicators)
     theirs = Watch(store, 2, [0, 1, 2], 60, Communicators())  # rank 0 gives no sign of life
     ours.stages[0] = "stage 0"
-    ours.follow(Work(how == "breaks", "broken"), None, None)
+    ours.follow(transfer())
     assert communicators.aborted.wait(seconds(30))
     with pytest.raises(rd.PipelineError, match=r"rank 0 \(stage 0\)") as caught:
         ours.verify_well()
@@ -159,29 +129,23 @@ def test_a_failure_aborts_and_is_everybodys_reason(how, monkeypatch):
         watch.close()
 
 
-def test_a_device_that_is_only_slow_to_answer_is_no_failure(monkeypatch):
+def test_a_transfer_that_ends_while_others_are_asked_is_no_failure(monkeypatch):
     for module in (heartbeat, pending):
         monkeypatch.setattr(module, "BEAT", 0.02)
-    looked = []
-
-    class Slow(Work):
-        def is_completed(self) -> bool:
-            while not looked:
-                time.sleep(0.01)
-            return True
-
+    looked, end = [], Mark()
     look_around = heartbeat._Board._look_around
 
     def look(board):
+        found = look_around(board)
         looked.append(True)
-        while ours._state.pending.is_busy():
-            time.sleep(0.01)
-        return look_around(board)
+        end.is_passed = True
+        ours._state.pending.examine()
+        return found
 
     monkeypatch.setattr(heartbeat._Board, "_look_around", look)
     store = dist.PrefixStore("run", dist.HashStore())
     ours = Watch(store, 0, [0], 0.1, Communicators())
-    ours.follow(Slow(is_over=True), None, None)
+    ours.follow(transfer(end=end))
     deadline = time.monotonic() + seconds(30)
     while not looked and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -191,58 +155,52 @@ def test_a_device_that_is_only_slow_to_answer_is_no_failure(monkeypatch):
 
 
 BLOCKED = """
-import ctypes, sys, threading
+import ctypes
 import torch.distributed as dist
 from redivider.pipeline.runners import heartbeat
+from redivider.pipeline.runners.pending import PendingTransfer
 from redivider.pipeline.runners.process_group import Communicators
 
-class Work:
-    def is_completed(self):
-        ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock, as torch's queries of CUDA
+class Mark:
+    def has_passed(self):
+        return False
 
 heartbeat.GRACE = heartbeat.SLACK = 0.5
 watch = heartbeat.Watch(dist.HashStore(), 0, [0], 1.0, Communicators())
-watch.follow(Work(), None, None)
-threading.Event().wait()
+watch.follow(PendingTransfer(None, Mark(), Mark()))
+ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock, as some of torch's calls to CUDA
 """
 
 
 def test_the_timer_runs_while_transfers_are_pending():
-    communicators, last = Communicators(), Work()
+    communicators, last = Communicators(), Mark()
     transfers = Pending(communicators, 7)
-    transfers.add(last, 1, None)
-    assert communicators.exits_in == 7  # before anybody asks the device
-    communicators.exits_in, last.is_over = None, True
-    deadline = time.monotonic() + seconds(30)
-    while transfers.is_busy() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    transfers.add(transfer(1, last))
+    assert communicators.exits_in == 7
+    communicators.exits_in = None
+    transfers.examine()
+    assert communicators.exits_in == 7
+    last.is_passed = True
+    transfers.examine()
+    assert communicators.exits_in is None
+    transfers.add(transfer())
     transfers.close()
-    transfers.join(seconds(30))
-    assert not transfers.is_busy() and communicators.exits_in is None
+    transfers.examine()
+    assert communicators.exits_in is None  # a pipeline that is closed ends no process
+
+
+def test_the_timer_of_another_pipeline_is_left_alone():
+    communicators = Communicators()
+    communicators.exits_in = 7
+    Pending(communicators, 600).close()
+    assert communicators.exits_in == 7
 
 
 @pytest.mark.slow
-def test_a_process_whose_device_blocks_the_interpreter_ends():
+def test_a_process_whose_interpreter_is_blocked_ends():
     command = [sys.executable, "-c", BLOCKED]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds(60))
-    assert ended.returncode == 1 and "is_completed" in ended.stderr, ended.stderr
-
-
-def test_a_thread_does_not_wait_for_itself():
-    transfers, errors = Pending(Communicators(), 600), []
-
-    class Collected(Work):
-        def is_completed(self) -> bool:  # as a finalizer that runs in this thread
-            try:
-                transfers.join(1.0)
-            except RuntimeError as error:
-                errors.append(error)
-            transfers.close()
-            return True
-
-    transfers.add(Collected(is_over=True), 1, None)
-    transfers._thread.join(seconds(30))
-    assert not errors and not transfers._thread.is_alive()
+    assert ended.returncode == 1 and "Timeout" in ended.stderr, ended.stderr
 
 
 class Store(dict):
@@ -272,7 +230,7 @@ def test_a_store_that_is_gone_while_the_device_waits_is_a_failure(monkeypatch):
         monkeypatch.setattr(module, "BEAT", 0.02)
     store, communicators = Store(), Communicators()
     ours = Watch(store, 1, [0, 1], 600, communicators)
-    ours.follow(Work(), None, None)
+    ours.follow(transfer())
     store.is_gone = True
     assert communicators.aborted.wait(seconds(30))
     with pytest.raises(rd.PipelineError, match="rank 0 or its torchrun holds, is gone"):

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any, TypeAlias
 
 from redivider.errors import PipelineError
-from redivider.pipeline.runners.pending import BEAT, TIMED_OUT, Pending
+from redivider.pipeline.runners.pending import BEAT, TIMED_OUT, Pending, PendingTransfer
 from redivider.pipeline.runners.process_group import Communicators
 
 GRACE = 10.0  # seconds from hearing of a failure until the process is killed
@@ -65,9 +65,9 @@ class Watch:
         """Return a context for a wait for a rank, or for all; it turns errors into their cause."""
         return Waiting(self, self._state, rank)
 
-    def follow(self, work: Any, rank: int | None, ready: Any) -> None:
-        """Watch a transfer with a rank, or with all, that the GPU waits for after `ready`."""
-        self._state.pending.add(work, rank, ready)
+    def follow(self, transfer: PendingTransfer) -> None:
+        """Watch a transfer that the GPU waits for."""
+        self._state.pending.add(transfer)
 
     @property
     def heard(self) -> PipelineError | None:
@@ -75,9 +75,9 @@ class Watch:
         return None if self._state.heard is None else self._error(self._state.heard)
 
     def settle(self) -> None:
-        """Wait until the thread knows whether the transfer that it examines has failed, and why."""
+        """Wait until the thread knows why a communicator has failed, if one has."""
         deadline = time.monotonic() + GRACE
-        while self._state.pending.is_doubtful and self._state.heard is None:
+        while self._state.heard is None and self._communicators.have_failed():
             if self._state.is_over.wait(0.01) or time.monotonic() > deadline:
                 return
 
@@ -97,11 +97,11 @@ class Watch:
         return self._error(self._board.find_reason(rank, error))
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the thread."""
         self._state.close()
 
     def fail(self) -> None:
-        """Stop the threads, and abort transfers if any are under way."""
+        """Stop the thread, and abort transfers if any are under way."""
         if self._has_failed:
             return
         self._has_failed = True
@@ -167,7 +167,7 @@ class _State:
         return self.said or self.heard or "a rank has failed"
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the thread."""
         self.is_over.set()
         self.pending.close()
 
@@ -309,11 +309,10 @@ class _Board:
 
 
 def _end(state: _State, thread: threading.Thread) -> None:
-    """Stop and join the threads: one that is in C++ code when Python exits aborts the process."""
+    """Stop and join the thread: if it is in C++ code when Python exits, the process aborts."""
     state.close()
     if thread is not threading.current_thread():
         thread.join(5.0)
-        state.pending.join(5.0)
 
 
 def _beat(store: Any, board: _Board, state: _State, communicators: Communicators) -> None:
@@ -323,9 +322,8 @@ def _beat(store: Any, board: _Board, state: _State, communicators: Communicators
     store.set_timeout(timedelta(seconds=5))
     while not state.is_over.wait(BEAT):
         try:
+            state.pending.examine()
             board.beat()
-            if communicators.have_failed():
-                state.pending.has_broken = True
             if state.heard is None:
                 state.heard = board.read_failure() or board.find_stuck()
             num_failed = 0

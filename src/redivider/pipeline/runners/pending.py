@@ -1,25 +1,33 @@
 """Transfers that the GPU waits for, while the host runs ahead.
 
-A thread of its own examines them, because a CUDA call may block for as long as the GPU waits. For
-example, the first launch of a kernel loads it, which waits for running kernels and holds a lock of
-the driver. If the transfer's peer has died, that lasts until the communicator is aborted. So the
-thread that aborts makes no CUDA call before: it reads here how long nothing has moved.
+The GPU writes how far it has come to memory of the host (progress.py), because a CUDA call may
+block for as long as the GPU waits. For example, the first launch of a kernel loads it, which waits
+for running kernels and holds a lock of the driver. If the transfer's peer has died, that lasts
+until the communicator is aborted. So the thread that aborts makes no CUDA call before.
 
-torch keeps the interpreter's lock during a query. If one blocks, no thread of Python runs. So a
-timer that needs no lock exits the process if transfers are pending and none could be examined.
+A call that blocks may also keep the interpreter's lock, and then no thread of Python runs. So while
+transfers are pending, a timer that needs no lock exits the process if nobody restarts it.
 """
 
-import threading
 import time
 from collections import deque
-from datetime import timedelta
-from typing import Any
+from typing import NamedTuple
 
 from redivider.pipeline.runners.process_group import Communicators
+from redivider.pipeline.runners.progress import Mark
 
 BEAT = 0.5  # seconds between two examinations, and between two heartbeats
 TIMED_OUT = "timed out"
 BROKEN = "broken"
+
+
+class PendingTransfer(NamedTuple):
+    """Transfer with a rank, or with all, between two points of the GPU's work."""
+
+    rank: int | None
+    start: Mark
+    """Passed when the GPU has computed what precedes the transfer."""
+    end: Mark
 
 
 class Pending:
@@ -32,91 +40,64 @@ class Pending:
 
     def __init__(self, communicators: Communicators, limit: float) -> None:
         self._communicators, self._limit = communicators, limit
-        self.is_doubtful = False
-        """Whether a transfer is being examined, or has failed."""
         self.has_broken = False
-        """Whether a transfer has failed."""
-        self._transfers: deque[tuple[Any, int | None, Any]] = deque()
+        """Whether a communicator has failed."""
+        self._transfers: deque[PendingTransfer] = deque()
         self._moved_at = time.monotonic()
-        self._thread: threading.Thread | None = None
-        self._is_over = threading.Event()
+        self._has_timer = self._is_over = False
 
-    def add(self, work: Any, rank: int | None, ready: Any) -> None:
-        """Add a transfer with a rank, or with all.
-
-        Until the event `ready` has passed, the GPU does not wait: it computes.
-        """
-        if self._is_over.is_set():
-            return
+    def add(self, transfer: PendingTransfer) -> None:
+        """Add a transfer."""
         if not self._transfers:
-            self._communicators.exit_later(self._limit)
-        self._transfers.append((work, rank, ready))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._examine_until_closed, daemon=True)
-            self._thread.start()
+            self._restart_timer()
+        self._transfers.append(transfer)
 
     def examine(self) -> None:
-        """Remove the transfers that have completed, and note whether one has failed."""
+        """Remove the transfers that have completed, and restart or stop the timer."""
+        if self._communicators.have_failed():
+            self.has_broken = True
+        if not self._transfers:
+            return
+        self._restart_timer()
         now = time.monotonic()
-        while self._transfers:
-            work, _, ready = self._transfers[0]
-            try:
-                if not work.is_completed():
-                    if ready is not None and not ready.query():
-                        self._moved_at = now  # the GPU computes, and does not wait
-                    return
-                # Completed or failed: only `wait` tells. If failed, it aborts the communicator, and
-                # the GPU continues with an unfilled buffer.
-                self.is_doubtful = True
-                work.wait(timedelta(seconds=1))
-            except RuntimeError:
-                self.has_broken = True  # `is_doubtful` stays set until the reason is known
-                return
-            self.is_doubtful = False
+        while self._transfers and self._transfers[0].end.has_passed():
             self._transfers.popleft()
             self._moved_at = now
-        self._moved_at = now
+        if not self._transfers:
+            self._stop_timer()
+        elif not self._transfers[0].start.has_passed():
+            self._moved_at = now  # the GPU computes, and does not wait
 
     def is_busy(self) -> bool:
-        """Return whether the GPU may wait for a transfer, or one has failed. Make no CUDA call."""
+        """Return whether the GPU may wait for a transfer, or one has failed."""
         return self.has_broken or bool(self._transfers)
 
     def find_awaited(self) -> int | None:
         """Return the rank that the GPU has waited for during three beats; -1 for all."""
         if not self._transfers or time.monotonic() - self._moved_at <= 3 * BEAT:
             return None
-        rank = self._first_rank()
+        rank = self._transfers[0].rank
         return -1 if rank is None else rank
 
     def find_stuck(self, timeout: float) -> tuple[int | None, str] | None:
         """Return the rank that was waited for too long or whose connection broke, and which."""
         if self.has_broken:
-            return self._first_rank(), BROKEN
+            return self._transfers[0].rank if self._transfers else None, BROKEN
         if self._transfers and time.monotonic() - self._moved_at > timeout:
-            return self._first_rank(), TIMED_OUT
+            return self._transfers[0].rank, TIMED_OUT
         return None
 
     def close(self) -> None:
-        """Stop the thread."""
-        self._is_over.set()
-        if self._thread is not None:
-            self._communicators.cancel_exit()
+        """Let the process go on, whatever is pending."""
+        self._is_over = True
+        self._stop_timer()
 
-    def join(self, timeout: float) -> None:
-        """Wait until the thread has ended."""
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
-
-    def _first_rank(self) -> int | None:
-        transfers = tuple(self._transfers)  # the thread may remove some
-        return transfers[0][1] if transfers else None
-
-    def _examine_until_closed(self) -> None:
-        self._communicators.prepare_thread()
-        while not self._is_over.wait(BEAT) and not self.has_broken:
-            if not self._transfers or self._communicators.have_failed():  # a query may block
-                continue
+    def _restart_timer(self) -> None:
+        if not self._is_over:
+            self._has_timer = True
             self._communicators.exit_later(self._limit)
-            self.examine()
-            if not self._transfers:
-                self._communicators.cancel_exit()
+
+    def _stop_timer(self) -> None:
+        if self._has_timer:  # else it is another pipeline's
+            self._has_timer = False
+            self._communicators.cancel_exit()

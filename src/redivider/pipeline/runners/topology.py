@@ -25,7 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from redivider._torch_private import backend_of, default_store, prefix_store
 from redivider.errors import PipelineError
 from redivider.pipeline.runners.heartbeat import Watch
+from redivider.pipeline.runners.pending import PendingTransfer
 from redivider.pipeline.runners.process_group import Communicators, attempt, backend_for, join
+from redivider.pipeline.runners.progress import Mark, NoProgress, Progress
 
 _num_teams = 0
 
@@ -69,7 +71,8 @@ class Team:
         self.device = device if self.batches else torch.device("cpu")
         """Device of the tensors that the backend sends."""
         self._on_gpu = waits_on_device(self.device)
-        self._begun: deque[list[tuple[Any, int | None]]] = deque([[]])  # works, by tick
+        self._progress = Progress(self.device) if self._on_gpu else NoProgress()
+        self._begun: deque[list[tuple[PendingTransfer, Any]]] = deque([[]])  # with works, by tick
         shared = default_store()
         prefix = f"redivider-{attempt()}-{_num_teams}"
         self._store = prefix_store(prefix, shared)
@@ -127,11 +130,10 @@ class Team:
 
     def _verify_transfers(self) -> None:
         """Raise if a transfer has failed: the GPU would compute with an unfilled buffer."""
-        if self._on_gpu:
-            for work, rank in chain.from_iterable(self._begun):
-                if work.is_completed():
-                    with self.talking(rank):
-                        work.wait(timedelta(seconds=self.timeout))
+        for transfer, work in chain.from_iterable(self._begun) if self._on_gpu else ():
+            if work is not None and transfer.end.has_passed():
+                with self.talking(transfer.rank):
+                    work.wait(timedelta(seconds=self.timeout))
 
     def name_stages(self, place: int, stages: str) -> None:
         """Register which stages the ranks at a place hold, for error messages."""
@@ -148,35 +150,39 @@ class Team:
 
     def finish(self, work: Any, rank: int | None = None) -> None:
         """Wait on the host, and raise if the transfer has failed."""
+        self._finish(work, rank, work.is_completed)
+
+    def _finish(self, work: Any, rank: int | None, is_done: Callable[[], bool]) -> None:
         with self.talking(rank):
             if self._on_gpu:
-                self._poll(work.is_completed)
-            work.wait(timedelta(seconds=self.timeout))
+                self._poll(is_done)
+            if work is not None:
+                work.wait(timedelta(seconds=self.timeout))
             self.watch.verify_well()  # an aborted transfer counts as completed, too
 
-    def mark(self) -> Any:
-        """Record an event at this point of the GPU's work; return None without a GPU."""
-        if not self._on_gpu:
-            return None
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def mark(self) -> Mark:
+        """Mark this point of the GPU's work."""
+        return self._progress.mark()
 
-    def follow(self, work: Any, rank: int | None, ready: Any) -> None:
-        """Register work that the host does not wait for now, for `catch_up` and for the watch.
+    def follow(self, works: Sequence[Any], rank: int | None, start: Mark) -> None:
+        """Register transfers that the host does not wait for now, for `catch_up` and the watch.
 
-        `ready` is the event that precedes it on the GPU.
+        The GPU begins them after `start`.
         """
-        self._begun[-1].append((work, rank))
+        for work in works:
+            self._follow(PendingTransfer(rank, start, self._progress.mark_behind(work)), work)
+
+    def _follow(self, transfer: PendingTransfer, work: Any) -> None:
+        self._begun[-1].append((transfer, work))
         if self._on_gpu:
-            self.watch.follow(work, rank, ready)
+            self.watch.follow(transfer)
 
     def catch_up(self, ticks: int = 0) -> None:
         """Wait on the host for all registered work except that of the last few ticks."""
         self._begun.append([])
         while len(self._begun) > ticks + 1:
-            for work, rank in self._begun.popleft():
-                self.finish(work, rank)
+            for transfer, work in self._begun.popleft():
+                self._finish(work, transfer.rank, transfer.end.has_passed)
 
     def put_note(self, key: str, text: str) -> None:
         """Write a text to the store, for another rank."""
@@ -270,10 +276,10 @@ class Team:
         if is_for_host or not self._on_gpu:
             self.finish(work, rank)
         else:
-            ready = self.mark()
+            start = self.mark()
             self.wait(work, rank)
-            # Not the work itself, which keeps the collective's output alive.
-            self.follow(PassedEvent(self.mark()), rank, ready)
+            # Without the work itself, which keeps the collective's output alive.
+            self._follow(PendingTransfer(rank, start, self.mark()), None)
 
     def tell_all(self, text: str) -> list[str]:
         """Gather a text from all ranks, in mesh order."""
@@ -303,16 +309,3 @@ class Team:
 def waits_on_device(device: torch.device) -> bool:
     """Return whether a wait is queued on the device while the host runs ahead."""
     return device.type == "cuda"
-
-
-class PassedEvent:
-    """CUDA event with the interface of a `torch.distributed.Work`."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def is_completed(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self, timeout: timedelta) -> None:
-        """Return at once: the GPU's own stream has waited."""

@@ -103,14 +103,13 @@ class Post:
             return
         ranks = {transfer.rank for transfer in queued}
         rank = ranks.pop() if len(ranks) == 1 else None
-        ready = self._team.mark()
+        start = self._team.mark()
         with self._team.talking(rank):
             works = dist.batch_isend_irecv(ops)
         for transfer in queued:
             if transfer.is_queued:
                 transfer.is_queued, transfer.works = False, works
-        for work in works:
-            self._team.follow(work, rank, ready)
+        self._team.follow(works, rank, start)
 
 
 @dataclass
