@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from redivider.pipeline.runners.exchange import Mail
-from redivider.pipeline.runners.wire import Post, _on
+from redivider.pipeline.runners.wire import SMALL, Incoming, Outgoing, Post, _on
 from redivider.pipeline.schedule import Schedule
 from redivider.pipeline.stages.compression import Packing
 
@@ -66,7 +66,49 @@ def test_side_inputs_travel_from_where_streams_are():
 def test_a_transfer_that_has_not_begun_is_not_waited_for():
     post = Post(SimpleNamespace(batches=True, stage_group=None))
     transfer = post.begin("receive", [torch.zeros(0)], 3, 0)
-    assert transfer.wait()  # nothing travels
+    transfer.wait()  # nothing travels
     transfer.is_queued = True
     with pytest.raises(RuntimeError, match="rank 3 is waited for before it has begun"):
         transfer.wait()
+
+
+class Loop:
+    """A team of one process, and a post that receives what it sends."""
+
+    rank, number, device = 0, 0, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._notes, self.sent = {}, []
+
+    def put_note(self, key: str, text: str) -> None:
+        self._notes[key] = text
+
+    def take_note(self, key: str, rank: int) -> str:
+        return self._notes[key]
+
+    def begin(self, direction: str, tensors: list, rank: int, tag: int) -> SimpleNamespace:
+        if direction == "send":
+            self.sent.append(tensors)
+        else:
+            for target, source in zip(tensors, self.sent[-1], strict=True):
+                target.copy_(source.reshape(-1).view(torch.uint8))
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.mark.parametrize(
+    "shape, exact, num",
+    [
+        ((4, 8), torch.arange(3), 1),
+        ((4, 8), torch.tensor([], dtype=torch.bool), 1),
+        ((3, 3), torch.arange(3), 3),  # a stream of 36 bytes: the next would not be aligned
+        ((SMALL // 8,), torch.arange(3), 3),
+    ],
+)
+def test_tensors_of_a_small_message_travel_as_one(shape, exact, num):
+    loop, streams = Loop(), (torch.randn(shape), torch.randn(shape))
+    Outgoing(loop, loop, Packing(None), 0, "up", 2).send(streams, {"mask": exact})
+    assert len(loop.sent[0]) == num
+    incoming = Incoming(loop, loop, Packing(None), 0, "up", loop.device)
+    received, side = incoming.take()
+    assert all(map(torch.equal, received, streams)) and torch.equal(side["mask"], exact)
+    assert side["mask"].dtype == exact.dtype

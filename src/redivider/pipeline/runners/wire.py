@@ -1,8 +1,10 @@
 """Messages between the stages of neighbouring processes.
 
 A message is a tree of tensors. Its tree, shapes and dtypes go through the store once per direction,
-before the first message. All messages of a direction look the same and travel as bytes, without a
-copy where the backend can read the device. With gloo on a GPU they pass through pinned memory.
+before the first message. All messages of a direction look the same and travel as bytes: the tensors
+of a small message in one buffer, because a transfer costs more than a copy; those of a large one
+without a copy, where the backend can read the device. With gloo on a GPU they pass through pinned
+memory.
 
 gloo    matches by tag. A transfer begins at once. Receives are posted up to `latency` ticks ahead.
 NCCL    matches by order. All transfers of a tick begin in one batch at its end: what is sent in a
@@ -14,6 +16,7 @@ NCCL    matches by order. All transfers of a tick begin in one batch at its end:
 """
 
 import json
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,6 +41,7 @@ from redivider.pipeline.stages.layout import dense, order_of
 NUM_TENSORS = 2**10  # of a message, at most
 NUM_TEAMS = 2**5  # pipelines that may be at work at once
 NUM_TAGS = 2**13  # messages until tags begin anew
+SMALL = 4 * 2**20  # bytes of a message that is sent as one tensor
 Kind: TypeAlias = Literal["up", "down", "evaluate"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 AS_IT_IS = Packing(None)
@@ -52,8 +56,8 @@ class Transfer:
         self.is_queued = False
         self.works: list[Any] = []
 
-    def wait(self) -> Sequence[Tensor]:
-        """Wait for all of them, and return them."""
+    def wait(self) -> None:
+        """Wait for all of them."""
         if self.is_queued:
             raise RuntimeError(
                 f"a transfer with rank {self.rank} is waited for before it has begun; this is a "
@@ -62,7 +66,6 @@ class Transfer:
         for work in self.works:
             self._team.wait(work, self.rank)
         self.works = []
-        return self.tensors
 
 
 class Post:
@@ -81,11 +84,7 @@ class Post:
         function: Any = dist.isend if direction == "send" else dist.irecv
         group = self._team.stage_group
         # As bytes: no backend supports all dtypes.
-        parts = [
-            (i, tensor.reshape(-1).view(torch.uint8))
-            for i, tensor in enumerate(tensors)
-            if tensor.numel()
-        ]
+        parts = [(i, _bytes_of(tensor)) for i, tensor in enumerate(tensors) if tensor.numel()]
         if self._team.batches:
             self._ops += [dist.P2POp(function, data, rank, group) for _, data in parts]
             transfer.is_queued = bool(parts)
@@ -144,6 +143,8 @@ class Outgoing:
         self._verify_layout(spec, leaves, packed)
         parts = [part for some in packed if some is not None for part in some]
         flat = [p if p.is_contiguous() else p.permute(order_of(p)) for p in parts]
+        if _are_joined([part.nbytes for part in flat]):
+            flat = [torch.cat([_bytes_of(part.to(flat[0].device)) for part in flat])]
         flat = _on(self.team.device, flat)
         tag = _tag(self.team.number, self.kind, self._num)
         self._leaving.append(self.post.begin("send", flat, self.rank, tag))
@@ -202,7 +203,7 @@ class Incoming:
     """Number of this line among those of its kind from that rank."""
     _num: int = 0
     _layout: Layout | None = None
-    _posted: deque[Transfer] = field(default_factory=deque)
+    _posted: deque[tuple[Transfer, Sequence[Tensor]]] = field(default_factory=deque)
 
     def expect(self, num: int) -> None:
         """Post receives for the next `num` messages, once their shapes are known."""
@@ -216,17 +217,19 @@ class Incoming:
             spec, layouts = json.loads(self.team.take_note(note, self.rank))
             self._layout = treespec_loads(spec), layouts
         wired = [part for layout in self._layout[1] if _is_tensor(layout) for part in layout[1:]]
+        shapes = [[shape[dim] for dim in order] for shape, _, order in wired]
+        dtypes = [dtype_of(dtype) for _, dtype, _ in wired]
+        sizes = [math.prod(s) * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
+        joined = [sum(sizes)] if _are_joined(sizes) else sizes
+        pinned = self.team.device.type == "cpu" and self.device.type == "cuda"
         buffers = [
-            torch.empty(
-                [shape[dim] for dim in order],
-                dtype=dtype_of(dtype),
-                device=self.team.device,
-                pin_memory=self.team.device.type == "cpu" and self.device.type == "cuda",
-            )
-            for shape, dtype, order in wired
+            torch.empty(size, dtype=torch.uint8, device=self.team.device, pin_memory=pinned)
+            for size in joined
         ]
+        data = buffers if joined is sizes else torch.split(buffers[0], sizes)
+        parts = [d.view(t).view(s) for d, t, s in zip(data, dtypes, shapes, strict=True)]
         tag = _tag(self.team.number, self.kind, self._num)
-        self._posted.append(self.post.begin("receive", buffers, self.rank, tag))
+        self._posted.append((self.post.begin("receive", buffers, self.rank, tag), parts))
         self._num += 1
 
     def take(self) -> Any:
@@ -234,7 +237,9 @@ class Incoming:
         if not self._posted:
             self.post_next()
         assert self._layout is not None
-        parts = iter(self._posted.popleft().wait())
+        transfer, received = self._posted.popleft()
+        transfer.wait()
+        parts = iter(received)
         spec, layouts = self._layout
         leaves = []
         for layout in layouts:
@@ -274,6 +279,18 @@ def _tag(team: int, kind: Kind, num: int) -> int:
     """Return the tag of a message's first tensor, unique among messages in flight."""
     line = (team % NUM_TEAMS) * 4 + KINDS.index(kind)
     return ((num % NUM_TAGS) * 4 * NUM_TEAMS + line) * NUM_TENSORS
+
+
+def _are_joined(sizes: Sequence[int]) -> bool:
+    """Return whether tensors of so many bytes are sent as one; both sides ask.
+
+    Inside of one buffer, a dtype begins at a multiple of its size.
+    """
+    return len(sizes) > 1 and sum(sizes) <= SMALL and all(size % 16 == 0 for size in sizes[:-1])
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
