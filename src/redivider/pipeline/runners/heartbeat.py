@@ -83,7 +83,8 @@ class Watch:
 
     def verify_well(self) -> None:
         """Raise the reported failure, if any."""
-        self.settle()
+        if self._state.pending.has_broken:
+            self.settle()
         if self._state.heard is not None:
             self.close()
             raise self._error(self._state.heard)
