@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class Team:
         """Device of the tensors that the backend sends."""
         self._on_gpu = waits_on_device(self.device)
         self._progress = Progress(self.device) if self._on_gpu else NoProgress()
-        self._begun: deque[list[tuple[PendingTransfer, Any]]] = deque([[]])  # with works, by tick
+        self._begun: deque[list[Callable[[], None]]] = deque([[]])  # how to wait, by tick
         shared = default_store()
         prefix = f"redivider-{attempt()}-{_num_teams}"
         self._store = prefix_store(prefix, shared)
@@ -98,12 +98,11 @@ class Team:
         try:
             self.watch.verify_well()
             yield
-            self._verify_transfers()
             self.watch.verify_well()
         except Exception as error:
             if getattr(error, "is_agreed", False) or getattr(error, "is_told", False):
                 raise  # all ranks raise it and may continue, or an inner guard has reported it
-            cause = self._find_cause(error)
+            cause = self._find_cause()
             if cause is None and not isinstance(error, PipelineError):
                 notes = ", ".join(getattr(error, "__notes__", []))
                 text = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
@@ -115,25 +114,14 @@ class Team:
             error.is_told = True  # type: ignore[attr-defined]
             raise
 
-    def _find_cause(self, error: Exception) -> PipelineError | None:
+    def _find_cause(self) -> PipelineError | None:
         """Return the failure of another process that may have caused an error here, if any.
 
-        A failed transfer leaves arbitrary numbers in GPU memory, and the loss may be NaN from them.
+        An aborted transfer leaves arbitrary numbers in GPU memory, and the loss may be NaN from
+        them.
         """
         self.watch.settle()
-        if self.watch.heard is None and not isinstance(error, PipelineError):
-            try:
-                self._verify_transfers()
-            except PipelineError as cause:
-                return cause
         return self.watch.heard
-
-    def _verify_transfers(self) -> None:
-        """Raise if a transfer has failed: the GPU would compute with an unfilled buffer."""
-        for transfer, work in chain.from_iterable(self._begun) if self._on_gpu else ():
-            if work is not None and transfer.end.has_passed():
-                with self.talking(transfer.rank):
-                    work.wait(timedelta(seconds=self.timeout))
 
     def name_stages(self, place: int, stages: str) -> None:
         """Register which stages the ranks at a place hold, for error messages."""
@@ -150,14 +138,10 @@ class Team:
 
     def finish(self, work: Any, rank: int | None = None) -> None:
         """Wait on the host, and raise if the transfer has failed."""
-        self._finish(work, rank, work.is_completed)
-
-    def _finish(self, work: Any, rank: int | None, is_done: Callable[[], bool]) -> None:
         with self.talking(rank):
             if self._on_gpu:
-                self._poll(is_done)
-            if work is not None:
-                work.wait(timedelta(seconds=self.timeout))
+                self._poll(work.is_completed)
+            work.wait(timedelta(seconds=self.timeout))
             self.watch.verify_well()  # an aborted transfer counts as completed, too
 
     def mark(self) -> Mark:
@@ -170,19 +154,30 @@ class Team:
         The GPU begins them after `start`.
         """
         for work in works:
-            self._follow(PendingTransfer(rank, start, self._progress.mark_behind(work)), work)
+            if self._on_gpu:
+                self._follow(PendingTransfer(rank, start, self._progress.mark_behind(work)))
+            else:
+                self._begun[-1].append(partial(self.finish, work, rank))
 
-    def _follow(self, transfer: PendingTransfer, work: Any) -> None:
-        self._begun[-1].append((transfer, work))
-        if self._on_gpu:
-            self.watch.follow(transfer)
+    def _follow(self, transfer: PendingTransfer) -> None:
+        self._begun[-1].append(partial(self._await, transfer))
+        self.watch.follow(transfer)
+
+    def _await(self, transfer: PendingTransfer) -> None:
+        """Wait on the host until the GPU has passed a transfer.
+
+        A failed transfer is not passed until the watch has found the reason and aborts it.
+        """
+        with self.talking(transfer.rank):
+            self._poll(transfer.end.has_passed)
+            self.watch.verify_well()
 
     def catch_up(self, ticks: int = 0) -> None:
-        """Wait on the host for all registered work except that of the last few ticks."""
+        """Wait on the host for all registered transfers except those of the last few ticks."""
         self._begun.append([])
         while len(self._begun) > ticks + 1:
-            for transfer, work in self._begun.popleft():
-                self._finish(work, transfer.rank, transfer.end.has_passed)
+            for wait in self._begun.popleft():
+                wait()
 
     def put_note(self, key: str, text: str) -> None:
         """Write a text to the store, for another rank."""
@@ -278,8 +273,7 @@ class Team:
         else:
             start = self.mark()
             self.wait(work, rank)
-            # Without the work itself, which keeps the collective's output alive.
-            self._follow(PendingTransfer(rank, start, self.mark()), None)
+            self._follow(PendingTransfer(rank, start, self.mark()))
 
     def tell_all(self, text: str) -> list[str]:
         """Gather a text from all ranks, in mesh order."""
