@@ -15,11 +15,11 @@ PYTEST := python -m pytest -n $(WORKERS) --dist worksteal
 TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 
-.PHONY: fast test install lint types unit pytest other train stress clean
+.PHONY: fast test install lint types test-types unit pytest other train stress clean
 
 fast: lint types unit
 
-test: lint types pytest
+test: lint types test-types pytest
 
 install: $(DEV)
 
@@ -30,6 +30,12 @@ lint: $(DEV)
 
 types: $(DEV)
 	$(BIN)/mypy
+
+test-types: $(DEV)  # a benchmark is a folder of scripts, which import each other by their names
+	$(BIN)/mypy --config-file tests/mypy.ini tests
+	for folder in benchmarks/*/; do \
+		MYPYPATH=$$folder:experiments:src $(BIN)/mypy --explicit-package-bases $$folder || exit 1; \
+	done
 
 unit: $(DEV)
 	$(BIN)/$(PYTEST) -q -m "not slow" --ignore=tests/gpu

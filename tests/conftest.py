@@ -17,7 +17,7 @@ SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE
 def pytest_configure(config: pytest.Config) -> None:
     patience()  # before workers start, which inherit it
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # it hands tests to workers and runs none: it needs no torch
+        return  # it hands tests to workers and runs none, so it needs no torch
     import torch
     from hypothesis import settings
 
@@ -27,14 +27,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not even import files of slow tests alone where they are not wanted."""
+    """Do not import a file whose tests are all slow when slow tests are deselected."""
     if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
         return SLOW_FILE.search(collection_path.read_text()) is not None or None
     return None
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what was imported: a million objects at every collection."""
+    """Exclude all that was imported from garbage collection: a million objects each time."""
     gc.collect()
     gc.freeze()
 
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def one_thread():
-    """Let this process compute with as many threads as the recipes of tests say."""
+    """Compute with one thread in this process, as the recipes of tests do."""
     import torch
 
     before = torch.get_num_threads()

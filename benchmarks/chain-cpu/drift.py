@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def measure(name: str, depth: int, gain: float, options: argparse.Namespace) -> tuple[float, float]:
-    """Relative error of the rebuilt input, and the worst of a parameter's gradient."""
+    """Return the relative errors of the rebuilt input and of the worst parameter's gradient."""
     dtype, autocast, arithmetic = SETTINGS[name]
     torch.manual_seed(0)
     width = options.width

@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,8 @@ class Attention(nn.Module):
         batch, tokens, width = x.shape
         qkv = self.qkv(self.norm(x)).view(batch, tokens, 3, self.heads, -1)
         y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
-        return self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+        return out
 
 
 def mlp(width: int) -> nn.Module:
@@ -73,7 +75,7 @@ def build(options: argparse.Namespace, backward: str) -> rd.Chain:
 
 
 def methods(options: argparse.Namespace) -> dict[str, nn.Module]:
-    """What is compared."""
+    """Return the models to compare."""
     return {
         "store": build(options, "store"),
         "torch checkpoint, early stop": TorchCheckpoint(build(options, "store"), early_stop=True),
@@ -87,13 +89,13 @@ def methods(options: argparse.Namespace) -> dict[str, nn.Module]:
 
 
 def step(model: nn.Module, x: Tensor) -> None:
-    """One forward and backward."""
+    """Run one forward and backward."""
     model.zero_grad()
     model(x).square().mean().backward()
 
 
 def seconds(run: Callable[[], None]) -> float:
-    """How long it took."""
+    """Return the seconds of a run."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
@@ -125,7 +127,7 @@ def main() -> None:
         names = list(models)
         for place in range(len(names)):
             name = names[(first + place) % len(names)]
-            times[name].append(seconds(lambda name=name: step(models[name], x)))
+            times[name].append(seconds(partial(step, models[name], x)))
 
     print(
         f"{platform.processor() or platform.machine()}, torch {torch.__version__}, {vars(options)}"

@@ -1,4 +1,4 @@
-"""The same networks trained by other people's code, where it is at hand."""
+"""The same networks trained by other libraries, where they are installed."""
 
 import importlib
 import sys
@@ -18,13 +18,13 @@ Run = Callable[[], Tensor]
 def peer_steps(
     model: str, options: dict[str, Any], batch: int, minrev: str | None
 ) -> dict[str, Run]:
-    """A training step of every peer that can be imported, by its name.
+    """Return a training step of every peer that can be imported, by name.
 
     Args:
         model: A reversible ViT of ours, whose size the peers' network has.
         options: Its options.
         batch: Images of a step.
-        minrev: Where minREV is, if anywhere.
+        minrev: Path of minREV, if there is one.
     """
     steps: dict[str, Run] = {}
     if minrev:
@@ -33,8 +33,8 @@ def peer_steps(
             ("minREV reversible", "rev", "RevViT"),
             ("minREV PaReprop", "fast_rev", "FastRevViT"),
         ):
-            made = getattr(importlib.import_module(module), kind)
-            steps[name] = _step(_minrev(made, model, options), batch, torch.float32)
+            network = getattr(importlib.import_module(module), kind)
+            steps[name] = _step(_minrev(network, model, options), batch, torch.float32)
     for name, wrap in (("revlib", _revlib), ("memcnn", _memcnn)):
         try:
             chain = rd.create_model(model, device="cuda", dtype=torch.bfloat16, **options)
@@ -46,12 +46,12 @@ def peer_steps(
 
 
 def _minrev(kind: Any, model: str, options: dict[str, Any]) -> nn.Module:
-    """Its own model, fp16 autocast inside, as it is written."""
-    made = resolve(model, **options)[1]
+    """Build minREV's own model, with its fp16 autocast inside."""
+    config = resolve(model, **options)[1]
     net: nn.Module = kind(
-        embed_dim=made.width,
-        n_head=made.heads,
-        depth=made.depth,
+        embed_dim=config.width,
+        n_head=config.heads,
+        depth=config.depth,
         patch_size=(16, 16),
         image_size=(224, 224),
         num_classes=1000,
@@ -62,13 +62,14 @@ def _minrev(kind: Any, model: str, options: dict[str, Any]) -> nn.Module:
 
 def _revlib(couplings: rd.Chain) -> nn.Module:
     revlib = importlib.import_module("revlib")
-    net: nn.Module = revlib.ReversibleSequential(*(each.f for each in couplings), split_dim=2)
+    fs = [coupling.f for coupling in couplings]
+    net: nn.Module = revlib.ReversibleSequential(*fs, split_dim=2)
     return net
 
 
 def _memcnn(couplings: rd.Chain) -> nn.Module:
     memcnn = importlib.import_module("memcnn")
-    fs = [each.f for each in couplings]
+    fs = [coupling.f for coupling in couplings]
     blocks = [
         memcnn.InvertibleModuleWrapper(memcnn.AdditiveCoupling(f, g, split_dim=2))
         for f, g in zip(fs[::2], fs[1::2], strict=True)
@@ -94,7 +95,7 @@ def _step(net: nn.Module, batch: int, dtype: torch.dtype) -> Run:
     def step() -> Tensor:
         net.zero_grad()
         loss = F.cross_entropy(net(x).float(), target)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     return step

@@ -25,7 +25,7 @@ COLOURS = {
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """One panel for each setting: captured and compiled steps."""
+    """Draw a panel for each setting: captured and compiled steps."""
     rows = [row for row in rows if row["how"] == "captured+compiled" and row["method"] in COLOURS]
     settings = list(dict.fromkeys(row["setting"] for row in rows))
     columns = 4

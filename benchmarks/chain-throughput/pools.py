@@ -2,9 +2,9 @@
 
     python benchmarks/chain-throughput/pools.py rev_vit_small 16 --depth 4
 
-CUDA's allocator has a pool for every CUDA stream, and a captured graph keeps the largest size that
-each of them ever had. Here the engine of the overlap runs on the CPU, lanes are only names, and the
-allocator's own events tell what each would hold.
+CUDA's allocator has a pool for every CUDA stream, and a captured graph keeps the largest size of
+each. Here the overlap runs on the CPU with lanes that are only names, and the allocator's events
+tell how much each of them would hold.
 """
 
 import argparse
@@ -30,7 +30,7 @@ MIB = 2**20
 
 
 class Named(Lanes):
-    """Lanes that only tell where what is run belongs."""
+    """Lanes that only label what runs in them."""
 
     @contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
@@ -45,43 +45,43 @@ class Named(Lanes):
 
 
 class OnTheCpu(Overlap):
-    """The engine with such lanes."""
+    """Overlap with named lanes."""
 
     def _make_lanes(self) -> Lanes:
         return Named()
 
 
-def count(step: Step, way: str) -> tuple[list[float], float]:
-    """The peak of each lane, and of both together at one time, in MiB."""
+def count(step: Step, backward: str) -> tuple[list[float], float]:
+    """Return the peak of each lane, and of both together at one time, in MiB."""
     for _ in range(2):
-        step.run(way)
+        step.run(backward)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step.run(way)
+        step.run(backward)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         seen.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     spans = [
-        (each["dur"], each["ts"], int(each["name"][-1]))
-        for each in events
-        if each.get("cat") == "user_annotation" and each["name"].startswith("lane ")
+        (event["dur"], event["ts"], int(event["name"][-1]))
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith("lane ")
     ]
     spans.sort()  # the innermost is the shortest
     taken: dict[int, tuple[Lane, int]] = {}
     held, peaks, peak = [0, 0], [0, 0], 0
-    memory = (each for each in events if each.get("name") == "[memory]")
-    for event in sorted(memory, key=lambda each: float(each["ts"])):
+    memory = (event for event in events if event.get("name") == "[memory]")
+    for event in sorted(memory, key=lambda event: float(event["ts"])):
         address, size, at = event["args"]["Addr"], event["args"]["Bytes"], event["ts"]
         if size > 0:
-            lane = next((each for dur, ts, each in spans if ts <= at <= ts + dur), MAIN)
+            lane = next((name for dur, ts, name in spans if ts <= at <= ts + dur), MAIN)
             taken[address] = lane, size
             held[lane] += size
-        elif address in taken:  # others were there before
+        elif address in taken:  # others were allocated before
             lane, size = taken.pop(address)
             held[lane] -= size
         peaks = [*map(max, peaks, held)]
         peak = max(peak, sum(held))
-    return [each / MIB for each in peaks], peak / MIB
+    return [size / MIB for size in peaks], peak / MIB
 
 
 def main() -> None:
@@ -90,16 +90,18 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("batch", type=int)
     parser.add_argument("--depth", type=int)
-    given = parser.parse_args()
+    args = parser.parse_args()
     cpu = torch.device("cpu")
-    Strategy.make_overlap = lambda self, x: OnTheCpu(cpu) if self.overlaps else None
-    options = {} if given.depth is None else {"depth": given.depth}
-    step = Step(given.model, given.batch, torch.device("cpu"), compiled=True, **options)
-    for way in ("reverse", "overlap"):
-        peaks, peak = count(step, way)
+    Strategy.make_overlap = (  # type: ignore[method-assign]
+        lambda self, x: OnTheCpu(cpu) if self.overlaps else None
+    )
+    options = {} if args.depth is None else {"depth": args.depth}
+    step = Step(args.model, args.batch, torch.device("cpu"), compiled=True, **options)
+    for backward in ("reverse", "overlap"):
+        peaks, peak = count(step, backward)
         print(
-            f"{way}: {peaks[MAIN]:.1f} + {peaks[SIDE]:.1f} = {sum(peaks):.1f} MiB in two pools, "
-            f"{peak:.1f} at one time"
+            f"{backward}: {peaks[MAIN]:.1f} + {peaks[SIDE]:.1f} = {sum(peaks):.1f} MiB "
+            f"in two pools, {peak:.1f} at one time"
         )
 
 

@@ -62,7 +62,7 @@ MIB = 2**20
 
 
 class Checkpointed(torch.nn.Module):
-    """The same units under torch's own checkpointing, a block at a time: the rival."""
+    """The same units under torch's own checkpointing, a block at a time."""
 
     def __init__(self, chain: rd.Chain, per_block: int, compiled: bool) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _run_block(add: Any, block: list[rd.Coupling], a: Tensor, b: Tensor) -> tupl
 
 
 def make_step(setting: str, method: str, compiled: bool) -> Step:
-    """Forward and backward of a setting by a method."""
+    """Return forward and backward of a setting with a method."""
     name, options, batch = SETTINGS[setting]
     step = Step(name, batch, torch.device("cuda"), compiled=compiled, **options)
     if method == "torch checkpoint":
@@ -111,10 +111,10 @@ def measure(
     runs: dict[str, dict[str, Run]] = {how: {} for how in hows if ("compiled" in how) == compiled}
     for method in methods:
         step = make_step(setting, method, compiled)
-        for how, found in runs.items():
-            row, found[method] = _prepare(step, how, method)
+        for how, prepared in runs.items():
+            row, prepared[method] = _prepare(step, how, method)
             rows.append({"setting": setting, "how": how, "method": method, **row})
-    times = {how: take_turns(found, rounds) for how, found in runs.items()}
+    times = {how: take_turns(prepared, rounds) for how, prepared in runs.items()}
     for row in rows:
         ordered = sorted(times[row["how"]][row["method"]])
         row["ms"] = median(ordered)
@@ -123,7 +123,7 @@ def measure(
 
 
 def _prepare(step: Step, how: str, method: str) -> tuple[dict[str, Any], Run]:
-    """Warm up or capture; return what of memory and work there is to tell, and what to time."""
+    """Warm up or capture; return the figures of memory and work, and the function to time."""
     row: dict[str, Any] = {}
     _let_go(step)
     if "captured" in how:
@@ -153,25 +153,26 @@ def _let_go(step: Step) -> None:
 
 
 def measure_depths(methods: list[str]) -> list[dict[str, Any]]:
-    """Peak allocated memory of an eager step of S/16 by depth, without gradients."""
+    """Return the peak memory of an eager step of S/16 by depth, without gradients."""
     rows = []
     for depth in (12, 24, 48, 96):
         SETTINGS[f"S{depth}/16"] = ("rev_vit_small", {"depth": depth}, 16)
         for method in methods:
             step = make_step(f"S{depth}/16", method, compiled=False)
             row, _ = _prepare(step, "compiled", method)  # nothing to count
-            weights = sum(each.nbytes for each in step.chain.parameters())
+            weights = sum(param.nbytes for param in step.chain.parameters())
             row["activations"] = row["allocated"] - weights
             rows.append({"setting": f"S{depth}/16", "how": "depth", "method": method, **row})
     return rows
 
 
 def take_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each step, a few at a time, in rounds."""
+    """Time a few steps of each method at a time, in rounds; return milliseconds."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             run()
             start.record()
             for _ in range(3):
@@ -185,7 +186,7 @@ def take_turns(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
 def show(rows: list[dict[str, Any]]) -> None:
     """Print a row for each method."""
     for row in rows:
-        kind = next((each for each in ("reserved", "activations", "allocated") if each in row), "")
+        kind = next((key for key in ("reserved", "activations", "allocated") if key in row), "")
         memory = row.get(kind, 0) / MIB
         print(
             f"| {row['setting']} | {row['how']} | {row['method']} | {row.get('ms', 0):.2f} "
@@ -205,28 +206,28 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=["S/16", "B/64"], help="settings with peers")
     parser.add_argument("--peer-path", help="a clone of minREV; others are used if installed")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.rounds} rounds")
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.rounds} rounds")
     take_workspaces(torch.device("cuda"))
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
 
     def keep(rows: list[dict[str, Any]]) -> None:
         show(rows)
-        found.extend(rows)
-        if given.out:
-            given.out.write_text(json.dumps(found, indent=1))
+        results.extend(rows)
+        if args.out:
+            args.out.write_text(json.dumps(results, indent=1))
 
-    if given.depths:
-        keep(measure_depths([each for each in given.methods if each != "auto"]))
-    for setting in given.only:
+    if args.depths:
+        keep(measure_depths([method for method in args.methods if method != "auto"]))
+    for setting in args.only:
         for compiled in (False, True):
-            keep(measure(setting, compiled, given.hows, given.methods, given.rounds))
+            keep(measure(setting, compiled, args.hows, args.methods, args.rounds))
         model, options, batch = SETTINGS[setting]
-        if "vit" in model and setting in given.peers:
-            times = take_turns(peer_steps(model, options, batch, given.peer_path), given.rounds)
+        if "vit" in model and setting in args.peers:
+            times = take_turns(peer_steps(model, options, batch, args.peer_path), args.rounds)
             rows = [
-                {"setting": setting, "how": "eager", "method": name, "ms": median(each)}
-                for name, each in times.items()
+                {"setting": setting, "how": "eager", "method": name, "ms": median(milliseconds)}
+                for name, milliseconds in times.items()
             ]
             keep(rows)
         torch._dynamo.reset()

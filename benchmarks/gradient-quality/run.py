@@ -13,9 +13,10 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import redivider as rd
+from redivider.pipeline.diagnostics.probe import Probe
 
 WIDTH, STAGES, BATCH, TICKS = 64, 10, 16, 600
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "look-ahead": {"lookahead": "momentum"},
     "rates by delay": {"lr_by_delay": True},
@@ -23,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def make_model(seed: int) -> rd.Chain:
-    """Stem, eight couplings, fusion and head: with ten stages one unit each but for the ends."""
+    """Return a stem, eight couplings, a fusion and a head, for ten stages."""
     torch.manual_seed(seed)
     fs = [
         nn.Sequential(
@@ -36,8 +37,10 @@ def make_model(seed: int) -> rd.Chain:
     return rd.Chain([stem, *map(rd.Coupling, fs), head])
 
 
-def train(seed: int, way: dict[str, Any], accumulate: int, rate: float, every: int):
-    """Train a pipeline, probed; return the probe and the loss of each micro-batch."""
+def train(
+    seed: int, options: dict[str, Any], accumulate: int, rate: float, every: int
+) -> tuple[Probe, list[float]]:
+    """Train a pipeline with a probe; return the probe and the loss of each micro-batch."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     targets = torch.tensor(digits.target)
@@ -47,7 +50,7 @@ def train(seed: int, way: dict[str, Any], accumulate: int, rate: float, every: i
         loss=F.cross_entropy,
         accumulate=accumulate,
         seed=seed,
-        **way,
+        **options,
         optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=rate, momentum=0.9),
     )
     probe = pipe.probe(every=every)
@@ -67,31 +70,29 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.003)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--picture")
-    given = parser.parse_args()
-    print(f"torch {torch.__version__}, {given.seeds} seeds, rate {given.rate}")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {args.seeds} seeds, rate {args.rate}")
     print("| k | | loss of the last 100 | cosine to end-to-end by stage |")
     print("|---|---|---|---|")
     for accumulate in (1, 2, 4):
-        for name, way in WAYS.items():
+        for name, options in VARIANTS.items():
             probes, last = [], []
-            for seed in range(given.seeds):
+            for seed in range(args.seeds):
                 try:
-                    probe, losses = train(seed, way, accumulate, given.rate, given.every)
+                    probe, losses = train(seed, options, accumulate, args.rate, args.every)
                 except FloatingPointError:
                     last.append(float("nan"))
                     continue
                 probes.append(probe)
                 last.append(mean(losses[-100:]))
-            found = [each for probe in probes for each in probe.found]
-            cosines = [
-                mean([each.cosine for each in found if each.stage == j] or [float("nan")])
-                for j in range(STAGES)
-            ]
-            losses_text = " ".join(f"{each:.2f}" for each in last)
-            shown = " ".join(f"{each:.2f}" for each in cosines)
+            qualities = [quality for probe in probes for quality in probe.found]
+            by_stage = [[q.cosine for q in qualities if q.stage == j] for j in range(STAGES)]
+            cosines = [mean(values or [float("nan")]) for values in by_stage]
+            losses_text = " ".join(f"{loss:.2f}" for loss in last)
+            shown = " ".join(f"{cosine:.2f}" for cosine in cosines)
             print(f"| {accumulate} | {name} | {losses_text} | {shown} |", flush=True)
-            if given.picture and probes and accumulate == 2 and not way:
-                probes[0].plot(given.picture)
+            if args.picture and probes and accumulate == 2 and not options:
+                probes[0].plot(args.picture)
 
 
 if __name__ == "__main__":

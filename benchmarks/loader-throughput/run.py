@@ -1,9 +1,9 @@
 """How many images a second the loaders make, on one core or on a device.
 
-Images in memory: 50,000 random ones of CIFAR's size; order, crop, flip and normalisation of whole
-batches where the images are. Class folders: photographs' size, made here as JPEG files, decoded,
-cropped to 224 x 224 and flipped in this process, as each worker does it. A figure is the median
-over rounds; new epochs fall into the rounds as they come.
+Images in memory: 50,000 random images of CIFAR's size; order, crop, flip and normalisation of whole
+batches on the images' device. Class folders: JPEG files of photographs' size, decoded, cropped to
+224 x 224 and flipped in this process, as each worker does it. Figures are medians over rounds; an
+epoch may begin within a round.
 
     python benchmarks/loader-throughput/run.py
     python benchmarks/loader-throughput/run.py --device cuda
@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,14 +27,14 @@ from redivider.data.cifar import MEAN, STD
 
 
 def make_images(num: int = 50_000) -> Images:
-    """Noise in the place of CIFAR-10: what is done to a byte does not depend on its value."""
+    """Return noise instead of CIFAR-10: the work does not depend on the values."""
     pixels = torch.randint(256, (num, 3, 32, 32), dtype=torch.uint8)
     labels = torch.randint(10, (num,))
     return Images("noise", pixels, labels, 10, MEAN, STD, padding=4, flip=True)
 
 
 def make_folder(root: Path, num: int = 64) -> Folder:
-    """Smooth noise of 500 x 375 pixels, the commonest size in ImageNet."""
+    """Write smooth noise of 500 x 375 pixels, the commonest size in ImageNet."""
     (root / "class").mkdir()
     for i in range(num):
         coarse = torch.randint(256, (24, 32, 3), dtype=torch.uint8)
@@ -43,8 +44,8 @@ def make_folder(root: Path, num: int = 64) -> Folder:
 
 
 def rate(batches: Batches, *, seconds: float, rounds: int) -> list[float]:
-    """Images a second, of each round, as training takes them: one batch after another."""
-    visits, found = _without_end(batches), []
+    """Return the images a second of each round, one batch after another as in training."""
+    visits, rates = _without_end(batches), []
     next(visits)
     for _ in range(rounds):
         _wait(batches.device)
@@ -53,8 +54,8 @@ def rate(batches: Batches, *, seconds: float, rounds: int) -> list[float]:
             x, _ = next(visits)
             num += len(x)
         _wait(batches.device)
-        found.append(num / (time.perf_counter() - start))
-    return found
+        rates.append(num / (time.perf_counter() - start))
+    return rates
 
 
 def _without_end(batches: Batches) -> Iterator[Batch]:
@@ -86,14 +87,14 @@ def main() -> None:
     print("|---|---|---|")
 
     def report(what: str, batch: int, build: Callable[[], Batches]) -> None:
-        found = rate(build(), seconds=options.seconds, rounds=options.rounds)
-        low, middle, high = statistics.quantiles(found, n=4)
+        rates = rate(build(), seconds=options.seconds, rounds=options.rounds)
+        low, middle, high = statistics.quantiles(rates, n=4)
         print(f"| {what} | {batch} | {middle:,.0f} ({low:,.0f} to {high:,.0f}) |", flush=True)
 
     images = make_images()
     place = {"device": options.device}
     for batch in (64, 256, 1024):
-        report("32 x 32, training", batch, lambda b=batch: images.batches(b, train=True, **place))
+        report("32 x 32, training", batch, partial(images.batches, batch, train=True, **place))
     report(
         "32 x 32, training, channels_last",
         256,
@@ -106,7 +107,7 @@ def main() -> None:
             report(
                 f"500 x 375 JPEG to 224 x 224, {mode}",
                 16,
-                lambda t=train: folder.batches(16, train=t, num_workers=0, **place),
+                partial(folder.batches, 16, train=train, num_workers=0, **place),
             )
 
 

@@ -17,7 +17,7 @@ from redivider.checks.memory import Live
 from redivider.models.catalogue import resolve
 from redivider.models.summary import Fused, summarise
 
-WAYS = ("store", "checkpoint", "reverse", "reverse-checkpoint")
+METHODS = ("store", "checkpoint", "reverse", "reverse-checkpoint")
 MIB = 2**20
 # a model, and how to make it deeper by a number of layers or blocks
 DEEPER: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -42,33 +42,33 @@ PUBLISHED = {"small": (66.5, 8.8), "base": (129.7, 17.0), "large": (349.3, 22.6)
 
 
 def kept_by_depth() -> None:
-    """Between forward and backward, and what a layer or block adds."""
+    """Print memory between forward and backward, and what a layer or block adds."""
     print("| model | stored | checkpointed | reversed | least | each layer or block more: | | |")
     print("|---|---|---|---|---|---|---|---|")
     for name, deeper in DEEPER.items():
-        now, then = (summarise(name, also=WAYS[1:], **deeper(n)).kept for n in (0, 8))
-        slopes = {way: (then[way] - now[way]) / 8 / MIB for way in now}
-        cells = [f"{now[way] / MIB:.2f}" if way in now else "-" for way in WAYS]
-        cells += [f"{slopes[way]:.3f}" if way in now else "-" for way in WAYS[:3]]
+        now, then = (summarise(name, also=METHODS[1:], **deeper(n)).kept for n in (0, 8))
+        slopes = {method: (then[method] - now[method]) / 8 / MIB for method in now}
+        cells = [f"{now[method] / MIB:.2f}" if method in now else "-" for method in METHODS]
+        cells += [f"{slopes[method]:.3f}" if method in now else "-" for method in METHODS[:3]]
         print(f"| `{name}` | {' | '.join(cells)} |")
 
 
 def peaks(device: str) -> None:
-    """At the worst moment of a step, by the batch: what one image more takes."""
+    """Print the peak memory of a step that one more image takes."""
     print("| | stored | checkpointed | reversed | saved | published, stored | reversed | saved |")
     print("|---|---|---|---|---|---|---|---|")
     for size, (stored, rebuilt) in PUBLISHED.items():
         plain = slope(f"vit_{size}", "store", device)
-        found = [slope(f"rev_vit_{size}", way, device) for way in WAYS[1:3]]
-        cells = [f"{each:.1f}" for each in (plain, *found)]
+        slopes = [slope(f"rev_vit_{size}", method, device) for method in METHODS[1:3]]
+        cells = [f"{mib:.1f}" for mib in (plain, *slopes)]
         print(
-            f"| ViT-{size[0].upper()} | {' | '.join(cells)} | {plain / found[-1]:.1f} "
+            f"| ViT-{size[0].upper()} | {' | '.join(cells)} | {plain / slopes[-1]:.1f} "
             f"| {stored} | {rebuilt} | {stored / rebuilt:.1f} |"
         )
 
 
 def slope(name: str, backward: str, device: str) -> float:
-    """MiB of peak memory for each sample beyond 8, up to 64: weights and gradients fall out."""
+    """Return MiB of peak memory per sample from 8 to 64; weights and gradients cancel."""
     model = rd.create_model(name, device=device, backward=backward)
     options = resolve(name)[1]
     peak = peak_counted if device == "meta" else peak_measured
@@ -77,14 +77,15 @@ def slope(name: str, backward: str, device: str) -> float:
 
 
 def peak_counted(model: rd.Chain, x: torch.Tensor) -> int:
-    """By the storages alive on the meta device, attention counted as a fused kernel."""
+    """Count live storages on the meta device, with attention as a fused kernel."""
     with Fused(), Live() as live:
         torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    return live.peak
+    peak: int = live.peak
+    return peak
 
 
 def peak_measured(model: rd.Chain, x: torch.Tensor) -> int:
-    """By CUDA's allocator."""
+    """Measure with CUDA's allocator."""
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))

@@ -1,4 +1,4 @@
-"""What each method of a pipeline costs on the CPU: memory by stage, work, copies of the weights.
+"""Cost of each pipeline method on the CPU: memory by stage, work, copies of the weights.
 
 Every method trains the same reversible network, cut into the same stages, until the pipeline is
 full; then the bytes that the stages hold between two ticks are counted by storage: activations
@@ -20,7 +20,7 @@ from redivider.pipeline.methods import METHODS
 
 
 def build(options: argparse.Namespace, method: str) -> rd.Pipeline:
-    """A stem, couplings with a junction half way, a head; about one unit a stage."""
+    """Return a stem, couplings with a junction in the middle and a head, about one unit a stage."""
     torch.manual_seed(0)
     width = options.width
 
@@ -77,9 +77,9 @@ def main() -> None:
             pipe.step(torch.randn(options.batch, 64), torch.randint(10, (options.batch,)))
         with FlopCounterMode(display=False) as counter:
             pipe.step(torch.randn(options.batch, 64), torch.randint(10, (options.batch,)))
-        found = holdings(pipe)
-        activations = sum(each.activations for each in found) / 2**20
-        copies = sum(each.weights for each in found) / 2**20
+        stages = holdings(pipe)
+        activations = sum(stage.activations for stage in stages) / 2**20
+        copies = sum(stage.weights for stage in stages) / 2**20
         work = counter.get_total_flops() / 1e6
         print(f"| {method} | {activations:.1f} | {copies:.1f} | {work:.0f} |")
 

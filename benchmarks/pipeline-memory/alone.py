@@ -1,8 +1,7 @@
-"""One stage of a pipeline alone on a device, between neighbours that are only played.
+"""One stage of a pipeline alone on a device, with simulated neighbours.
 
-The stage is the library's, and so is all that it does: `run_forward`, `run_backward`, `update`.
-What its neighbours would send is made up: random numbers, in messages like those in which a small
-micro-batch was seen to travel.
+The stage and its `run_forward`, `run_backward` and `update` are the library's. Its neighbours'
+messages hold random numbers; their layout is that of messages recorded with a small micro-batch.
 """
 
 import gc
@@ -36,14 +35,14 @@ VARIANTS = (*METHODS, "dsp" + BOTH, "delayed" + BOTH)
 
 
 class Opaque(nn.Module):
-    """A coupling that its pipeline takes for a junction, and so keeps both streams of."""
+    """A coupling that the pipeline treats as a junction, so that it keeps both streams."""
 
     def __init__(self, coupling: rd.Coupling) -> None:
         super().__init__()
         self.coupling = coupling
 
     def forward(self, streams: Streams) -> Streams:
-        """Do what the coupling does."""
+        """Run the coupling."""
         result: Streams = self.coupling(streams)
         return result
 
@@ -60,11 +59,11 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """Where all of it is."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     def units(self, variant: str) -> dict[str, nn.Module]:
-        """The units by their names."""
+        """Return the units by name."""
         opaque = variant.endswith(BOTH)
         return {
             name: Opaque(unit) if opaque and isinstance(unit, rd.Coupling) else unit
@@ -72,20 +71,20 @@ class Setting:
         }
 
     def images(self, batch: int) -> Message:
-        """What the first stage is given."""
+        """Return the input message of the first stage."""
         x = torch.randn(batch, 3, self.image_size, self.image_size, device=self.device)
         target = torch.randint(self.num_classes, (batch,), device=self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             return Message(0, Flow(x), Autocast(self.device), target=target)
 
     def like(self, seen: Message, microbatch: int) -> Message:
-        """A message like one that was seen, of full size, new, and in memory of its own."""
+        """Return a new message of full size, laid out like one that was recorded."""
 
-        def new(each: Tensor) -> Tensor:
-            shape = (self.batch, *each.shape[1:])
-            if each.is_floating_point():
-                return torch.randn(shape, dtype=each.dtype, device=each.device)
-            return torch.randint(self.num_classes, shape, dtype=each.dtype, device=each.device)
+        def new(tensor: Tensor) -> Tensor:
+            shape = (self.batch, *tensor.shape[1:])
+            if tensor.is_floating_point():
+                return torch.randn(shape, dtype=tensor.dtype, device=tensor.device)
+            return torch.randint(self.num_classes, shape, dtype=tensor.dtype, device=tensor.device)
 
         value, target, grads = tree_map_only(
             Tensor, new, (seen.flow.value, seen.target, seen.grads)
@@ -95,7 +94,7 @@ class Setting:
 
 
 def build(units: dict[str, nn.Module], variant: str) -> list[Stage]:
-    """The stages of a pipeline, one for each unit."""
+    """Return the stages of a pipeline, one for each unit."""
     method = METHODS[variant.removesuffix(BOTH)]
     cut = [1] * len(units)
     every = range(len(cut))
@@ -109,7 +108,7 @@ def meet_loss(message: Message, num_units: int) -> Message:
 
 
 def watch_messages(setting: Setting, variant: str) -> list[tuple[Message, Message]]:
-    """What each stage is given from below and from above, of a micro-batch of two images."""
+    """Record the messages of each stage from below and from above, with two images."""
     stages = build(setting.units(variant), variant)
     ups = [setting.images(2)]
     for stage in stages:
@@ -122,7 +121,7 @@ def watch_messages(setting: Setting, variant: str) -> list[tuple[Message, Messag
 
 
 class Alone:
-    """A stage with weights of its own, and the neighbours that it does not have.
+    """A stage with weights of its own, and its simulated neighbours.
 
     Args:
         setting: The model.
@@ -157,13 +156,13 @@ class Alone:
         """Bytes of the last message sent upwards, and of the last one downwards."""
 
     def tick(self, n: int) -> None:
-        """Forward micro-batch n, take back the one that is due, and update."""
+        """Run the forward of micro-batch n, the backward of the one that is due, and update."""
         sent = self.stage.run_forward(self._setting.like(self._below, n))
         if self._is_last:
             self.down = size(self.stage.run_backward(meet_loss(sent, self._num_units)))
         else:
             self.up = size(sent)
-            del sent  # it is the next stage's now
+            del sent  # owned by the next stage
             if n >= self.delay:
                 above = self._setting.like(self._above, n - self.delay)
                 self.down = size(self.stage.run_backward(above))
@@ -171,43 +170,43 @@ class Alone:
             self.stage.update(None, ())
 
     def drop_kept(self) -> None:
-        """Let inputs and graphs go."""
+        """Free inputs and graphs."""
         for unit in self.stage.units:
             unit.kept.clear()
 
     def drop_stashed(self) -> None:
-        """Let old weights go."""
+        """Free old weights."""
         for unit in self.stage.units:
             if unit.weights.stash:
                 unit.weights.stash.copies.clear()
 
     def drop_optimizer(self) -> None:
-        """Let the optimizer's state and gradients go."""
+        """Free the optimizer's state and gradients."""
         assert self.stage.optimizer is not None
         self.stage.optimizer.zero_grad()
         self.stage.optimizer.state.clear()
 
     def drop_weights(self) -> None:
-        """Let everything go."""
+        """Free everything else."""
         del self.stage
 
 
 def size(message: Message) -> int:
-    """Bytes that a message has to carry."""
+    """Return the bytes of all tensors in a message."""
     leaves = tree_leaves((message.flow.value, message.side, message.target, message.grads))
-    return sum(each.nbytes for each in leaves if isinstance(each, Tensor))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def measure(
     setting: Setting, variant: str, index: int, seen: Sequence[tuple[Message, Message]]
 ) -> dict[str, Any]:
-    """Bytes that a stage holds between two ticks when it is full, and at most during one."""
+    """Measure the bytes that a full stage holds between two ticks, and its peak within one."""
     bare = deepcopy(list(setting.units(variant).values())[index]).to("meta")
     with meter_of(setting.device) as meter:
         alone = Alone(setting, variant, index, bare, seen[index])
         del bare
-        # So many ticks to the first backward, and as many until every micro-batch in flight has
-        # its own version of the weights. The last two should not differ.
+        # `delay` ticks until the first backward, and as many until every micro-batch in flight has
+        # its own version of the weights. The last two ticks should not differ.
         for n in range(2 * alone.delay + 3):
             before = meter.bytes
             meter.reset_peak()
@@ -215,8 +214,8 @@ def measure(
         held = meter.bytes
         row = {"delay": alone.delay, "held": held, "peak": meter.peak, "drift": held - before}
         row |= {"up": alone.up, "down": alone.down}
-        # What each part takes is what comes back when it is let go; with the weights, all the rest
-        # that a stage has of its own (under autocast, casts of them).
+        # The size of a part is what freeing it returns. "weights" includes all that remains of the
+        # stage, such as casts under autocast.
         for part in ("kept", "stashed", "optimizer", "weights"):
             before = meter.bytes
             getattr(alone, f"drop_{part}")()

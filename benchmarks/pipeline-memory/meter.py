@@ -9,7 +9,7 @@ from redivider.checks.memory import Live
 
 
 class Allocator:
-    """By CUDA's allocator: what it has given out, in the sizes that it gives."""
+    """Meter of the bytes that CUDA's allocator has in use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -17,7 +17,7 @@ class Allocator:
 
     def __enter__(self) -> "Allocator":
         gc.collect()
-        torch.cuda.empty_cache()  # pieces of other sizes would be given out whole
+        torch.cuda.empty_cache()  # cached blocks may be larger than asked for
         self._base = torch.cuda.memory_allocated(self._device)
         return self
 
@@ -26,27 +26,27 @@ class Allocator:
 
     @property
     def bytes(self) -> int:
-        """Now."""
+        """Bytes in use now."""
         return torch.cuda.memory_allocated(self._device) - self._base
 
     @property
     def peak(self) -> int:
-        """At most, since `reset_peak`."""
+        """Most bytes in use since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device) - self._base
 
     def reset_peak(self) -> None:
-        """Begin anew with what is in use."""
+        """Restart the peak at the bytes in use now."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class Storages(Live):
-    """By the storages that torch has made and that are alive: a CPU has no such allocator."""
+class Storages(Live):  # type: ignore[no-untyped-call]
+    """Meter of live storages, for a CPU, whose allocator keeps no statistics."""
 
     def reset_peak(self) -> None:
-        """Begin anew with what is in use."""
+        """Restart the peak at the bytes in use now."""
         self.peak = self.bytes
 
 
 def meter_of(device: torch.device) -> Allocator | Storages:
-    """The meter for a device."""
+    """Return a meter for a device."""
     return Allocator(device) if device.type == "cuda" else Storages()

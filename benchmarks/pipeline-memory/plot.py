@@ -1,4 +1,4 @@
-"""What the stages of a pipeline hold, by method: together, and one by one.
+"""Plots of the memory that the stages of a pipeline hold, in total and by stage.
 
 python benchmarks/pipeline-memory/plot.py results.json picture.svg
 """
@@ -28,7 +28,7 @@ GB = 1e9
 
 
 def stack(axis: Axes, places: list[Any], groups: list[list[Row]]) -> list[float]:
-    """A bar of parts for each group of rows; return how high they are."""
+    """Draw a bar of parts for each group of rows; return their heights."""
     heights = [0.0] * len(groups)
     for part, (label, colour) in PARTS.items():
         sizes = [sum(row.get(part, 0) for row in rows) / GB for rows in groups]
@@ -38,18 +38,18 @@ def stack(axis: Axes, places: list[Any], groups: list[list[Row]]) -> list[float]
 
 
 def draw_totals(axis: Axes, by_method: dict[str, list[Row]], published: dict[str, Any]) -> None:
-    """All stages together, beside what is published of them."""
+    """Draw all stages together, with the published totals."""
     names = list(by_method)
     heights = dict(zip(names, stack(axis, names, list(by_method.values())), strict=True))
     table = {name: min(filter(None, published[name])) for name in names if name in published}
-    # A method that keeps graphs would make all others small: its bar leaves the picture.
+    # Scale without the methods that keep graphs, whose bars would dwarf all others.
     top = 1.15 * max([heights[name] for name in names if "graph" not in name] or [1])
     axis.set_ylim(0, top)
     for name, height in heights.items():
         some = any("out_of_memory" in row for row in by_method[name])
         text = f"{'over ' if some else ''}{height:,.1f}"
         place = max(min(height, top) - 0.05 * top, 0.01 * top)
-        axis.text(name, place, text, ha="center", fontsize=8)
+        axis.text(name, place, text, ha="center", fontsize=8)  # type: ignore[arg-type]
     if table:
         label = "Table 3, by formula"
         marks = (list(table), list(table.values()))
@@ -60,7 +60,7 @@ def draw_totals(axis: Axes, by_method: dict[str, list[Row]], published: dict[str
 
 
 def draw_stages(axis: Axes, name: str, rows: list[Row]) -> None:
-    """Each stage of a method, and its peak within a tick."""
+    """Draw each stage of a method, and its peak within a tick."""
     places = [row["stage"] for row in rows]
     stack(axis, places, [[row] for row in rows])
     peaks = [row.get("peak", float("nan")) / GB for row in rows]
@@ -73,21 +73,22 @@ def draw_stages(axis: Axes, name: str, rows: list[Row]) -> None:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Totals above, stages below."""
+    """Draw totals above and stages below."""
     by_method: dict[str, list[Row]] = {}
     for row in results["rows"]:
         by_method.setdefault(row["method"], []).append(row)
     num_columns = -(-len(by_method) // 2)
     width = 3 * max(num_columns, 3)
     figure = plt.figure(figsize=(width, 9), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=[4, 5])
+    subfigures: Any = figure.subfigures(2, 1, height_ratios=[4, 5])
+    above, below = subfigures
     draw_totals(above.subplots(), by_method, results["published"])
     axes = below.subplots(2, num_columns, squeeze=False)
     for axis in axes.flat[len(by_method) :]:
         axis.axis("off")
     low = [axis for axis, name in zip(axes.flat, by_method, strict=False) if "graph" not in name]
-    for axis, (name, found) in zip(axes.flat, by_method.items(), strict=False):
-        draw_stages(axis, name, found)
+    for axis, (name, rows) in zip(axes.flat, by_method.items(), strict=False):
+        draw_stages(axis, name, rows)
     for axis in low[1:]:  # one scale, but for graphs
         axis.sharey(low[0])
     for axis in axes.flat:

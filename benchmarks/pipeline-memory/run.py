@@ -3,8 +3,8 @@
     python benchmarks/pipeline-memory/run.py --out results.json    # a GPU, RevNet-50
     python benchmarks/pipeline-memory/run.py --device cpu --model revnet18 --image-size 32 --batch 4
 
-One stage at a time, alone on the device: by some methods all of them would not fit. What is held is
-held between two ticks; the peak is within a tick, messages at work and workspaces included.
+Stages are measured one at a time, as with some methods all of them would not fit on one device.
+"held" is between two ticks; "peak" is within a tick and includes messages and workspaces.
 """
 
 import argparse
@@ -38,7 +38,7 @@ TABLE = {
 
 
 def measure_variant(setting: Setting, variant: str) -> list[Row]:
-    """A row for each stage."""
+    """Return a row for each stage."""
     seen = watch_messages(setting, variant)
     rows = []
     for index, (name, unit) in enumerate(units_of(setting.model).items()):
@@ -49,7 +49,7 @@ def measure_variant(setting: Setting, variant: str) -> list[Row]:
 
 
 def measure_cleanly(once: Callable[[], Row]) -> Row:
-    """Measure, and again if something is left: a workspace that some library keeps for good."""
+    """Measure, and repeat if bytes are left: a library may have allocated a workspace for good."""
     try:
         row = once()
         return once() if row["left"] else row
@@ -58,14 +58,14 @@ def measure_cleanly(once: Callable[[], Row]) -> Row:
 
 
 def total(rows: Sequence[Row], variant: str, key: str) -> float | None:
-    """Over all stages; None if one of them ran out of memory, or was not measured."""
-    found = [row.get(key) for row in rows if row["method"] == variant]
-    return None if not found or None in found else sum(found)
+    """Sum over all stages; None if one of them ran out of memory, or was not measured."""
+    sizes: list[Any] = [row.get(key) for row in rows if row["method"] == variant]
+    return None if not sizes or None in sizes else sum(sizes)
 
 
 def saving(rows: Sequence[Row], variant: str, against: str) -> str:
-    """How much less is held."""
-    held, more = (total(rows, each, "held") for each in (variant, against))
+    """Return the share of memory that a method saves against another."""
+    held, more = (total(rows, method, "held") for method in (variant, against))
     return "-" if held is None or more is None else f"{1 - held / more:.1%}"
 
 
@@ -78,8 +78,8 @@ def show_methods(rows: Sequence[Row], unit: float, published: dict[str, Any]) ->
         cells = [show(total(rows, variant, key), unit) for key in keys]
         peaks = [row["peak"] for row in rows if row["method"] == variant and "peak" in row]
         cells += [show(max(peaks, default=None), unit)]
-        cells += [saving(rows, variant, each) for each in ("delayed", "delayed" + BOTH)]
-        cells += [" / ".join(str(each) for each in published.get(variant, ()) if each) or "-"]
+        cells += [saving(rows, variant, base) for base in ("delayed", "delayed" + BOTH)]
+        cells += [" / ".join(str(size) for size in published.get(variant, ()) if size) or "-"]
         print(f"| {variant} | {' | '.join(cells)} |")
 
 
@@ -91,20 +91,20 @@ def show_stages(rows: Sequence[Row], keys: tuple[str, str], unit: float) -> None
     by_place = {(row["stage"], row["method"]): row for row in rows}
     num_stages = 1 + max(row["stage"] for row in rows)
     for index in range(num_stages):
-        found = [by_place[index, variant] for variant in variants]
-        cells = [" / ".join(show(row.get(key), unit) for key in keys) for row in found]
-        kind = "" if found[0]["kind"] == "coupling" else ", junction"
-        place = f"{index} | `{found[0]['unit']}`{kind} | {Schedule(num_stages).delay(index)}"
+        stages = [by_place[index, variant] for variant in variants]
+        cells = [" / ".join(show(row.get(key), unit) for key in keys) for row in stages]
+        kind = "" if stages[0]["kind"] == "coupling" else ", junction"
+        place = f"{index} | `{stages[0]['unit']}`{kind} | {Schedule(num_stages).delay(index)}"
         print(f"| {place} | {' | '.join(cells)} |")
 
 
 def show(number: float | None, unit: float) -> str:
-    """A figure, or that there is none."""
+    """Format a number of bytes, or say that there is none."""
     return "out of memory" if number is None else f"{number / unit:,.2f}"
 
 
 def warn_of(rows: Sequence[Row]) -> None:
-    """Say what does not add up."""
+    """Print measurements that are not sound."""
     for row in rows:
         where = f"{row['method']}, stage {row['stage']}"
         if row.get("left"):
@@ -114,10 +114,10 @@ def warn_of(rows: Sequence[Row]) -> None:
 
 
 def describe(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
-    """Where and how it was run."""
-    given = {key.replace("_", "-"): value for key, value in vars(options).items() if key != "out"}
-    words = [f"--{key} {value}" for key, value in given.items() if not isinstance(value, list)]
-    words += ["--methods", *(f'"{each}"' if " " in each else each for each in options.methods)]
+    """Return the environment and the command of this run."""
+    flags = {key.replace("_", "-"): value for key, value in vars(options).items() if key != "out"}
+    words = [f"--{key} {value}" for key, value in flags.items() if not isinstance(value, list)]
+    words += ["--methods", *(f'"{name}"' if " " in name else name for name in options.methods)]
     on_gpu = setting.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(setting.device) if on_gpu else platform.machine(),
@@ -140,29 +140,27 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bf16"], help="autocast")
     parser.add_argument("--methods", nargs="*", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.manual_seed(0)
     model = rd.create_model(
-        given.model,
-        num_classes=given.num_classes,
-        image_size=given.image_size,
-        device=given.device,
+        args.model,
+        num_classes=args.num_classes,
+        image_size=args.image_size,
+        device=args.device,
     )
-    setting = Setting(
-        model, given.image_size, given.num_classes, given.batch, given.dtype == "bf16"
-    )
-    is_theirs = (given.model, given.image_size, given.batch) == ("revnet50", 224, 64)
+    setting = Setting(model, args.image_size, args.num_classes, args.batch, args.dtype == "bf16")
+    is_theirs = (args.model, args.image_size, args.batch) == ("revnet50", 224, 64)
     published = TABLE if is_theirs else {}
-    environment = describe(setting, given)
+    environment = describe(setting, args)
     print(*(f"{key}: {value}" for key, value in environment.items()), sep="\n")
     rows: list[Row] = []
-    for variant in given.methods:
+    for variant in args.methods:
         start = time.perf_counter()
         rows += measure_variant(setting, variant)
         print(f"{variant}: {time.perf_counter() - start:.1f} s", flush=True)
-        if given.out:
+        if args.out:
             results = {"environment": environment, "published": published, "rows": rows}
-            given.out.write_text(json.dumps(results, indent=1))
+            args.out.write_text(json.dumps(results, indent=1))
     largest = max(row.get("peak", 0) for row in rows)
     unit, name = (1e9, "GB of 10^9 bytes") if largest > 1e9 else (1e6, "MB of 10^6 bytes")
     print(f"\nAll stages, {name}\n")

@@ -1,7 +1,7 @@
-"""What a message over NCCL costs, beside a bare transfer, and what the host does in a tick.
+"""Cost of a message over NCCL against a bare transfer, and host time of a tick.
 
 Two ranks, on a GPU each where there are two. On one GPU they connect through sockets, as ranks of
-two machines would (each is given a host identity of its own).
+two machines would: each has its own host identity.
 
     python benchmarks/pipeline-nccl/run.py
 """
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 import redivider as rd
 from redivider.pipeline.runners.topology import Team
-from redivider.pipeline.runners.wire import Incoming, Outgoing, Post
+from redivider.pipeline.runners.wire import Incoming, Kind, Outgoing, Post
 from redivider.pipeline.stages.compression import Packing
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 64 * MIB)  # bytes of a message
-NUM_TURNS = 7  # of both ways, one after the other
+NUM_TURNS = 7  # of bare and ours, one after the other
 NUM_TRIPS = 40  # there and back, in a turn
 NUM_TICKS = 200
 
@@ -37,7 +37,7 @@ def main() -> None:
     """Run both ranks and print the tables."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
-        mp.spawn(work, (str(store),), nprocs=2)
+        mp.spawn(work, (str(store),), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
 
 
 def work(rank: int, store: str) -> None:
@@ -60,7 +60,8 @@ def work(rank: int, store: str) -> None:
         if rank == 0:
             print(*lines, sep="\n", flush=True)
 
-    version = ".".join(map(str, torch.cuda.nccl.version()))
+    numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    version = ".".join(map(str, numbers))
     where = "on one GPU, through sockets" if alone else "on two GPUs"
     tell(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {version}, {where}", "")
     tell("| message | bare transfer | ours | ratio |", "|---|---|---|---|")
@@ -74,16 +75,16 @@ def work(rank: int, store: str) -> None:
 
 
 def trips(team: Team, size: int) -> tuple[float, float]:
-    """Milliseconds from a send to the use of what was sent, bare and ours; they take turns."""
+    """Return milliseconds from a send to the use of the data, bare and ours, in turns."""
     bare, ours = Bare(team, size), Ours(team, size)
-    for each in (bare, ours):
-        time_trips(each.trip)
-    found = [(time_trips(bare.trip), time_trips(ours.trip)) for _ in range(NUM_TURNS)]
-    return median(one for one, _ in found), median(other for _, other in found)
+    for trip in (bare.trip, ours.trip):
+        time_trips(trip)
+    times = [(time_trips(bare.trip), time_trips(ours.trip)) for _ in range(NUM_TURNS)]
+    return median(one for one, _ in times), median(other for _, other in times)
 
 
 def time_trips(trip: Callable[[], None]) -> float:
-    """Milliseconds of one way."""
+    """Return the milliseconds of a trip in one direction."""
     dist.barrier()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -94,23 +95,23 @@ def time_trips(trip: Callable[[], None]) -> float:
 
 
 class Bare:
-    """A tensor there and back, by what torch has."""
+    """A tensor there and back, with torch's own functions."""
 
     def __init__(self, team: Team, size: int) -> None:
         self._rank, self._other = team.rank, 1 - team.rank
-        self._sent, self._got = (torch.zeros(size // 4, device=team.device) for _ in range(2))
+        self._sent, self._received = (torch.zeros(size // 4, device=team.device) for _ in range(2))
 
     def trip(self) -> None:
         if self._rank == 0:
             self._move(dist.isend, self._sent)
-        self._move(dist.irecv, self._got)
-        torch.add(self._got, 1, out=self._sent)  # the use
+        self._move(dist.irecv, self._received)
+        torch.add(self._received, 1, out=self._sent)  # the use
         if self._rank == 1:
             self._move(dist.isend, self._sent)
 
-    def _move(self, way: Any, tensor: Tensor) -> None:
-        for each in dist.batch_isend_irecv([dist.P2POp(way, tensor, self._other)]):
-            each.wait()
+    def _move(self, operation: Any, tensor: Tensor) -> None:
+        for transfer in dist.batch_isend_irecv([dist.P2POp(operation, tensor, self._other)]):
+            transfer.wait()
 
 
 class Ours:
@@ -118,10 +119,11 @@ class Ours:
 
     def __init__(self, team: Team, size: int) -> None:
         self._team, self._post, packing = team, Post(team), Packing(None)
-        other, kind = 1 - team.rank, ("up", "down")
+        other = 1 - team.rank
+        kinds: tuple[Kind, Kind] = ("up", "down")
         number = size  # lines of their own
-        self._out = Outgoing(self._post, team, packing, other, kind[team.rank], 2, number)
-        self._in = Incoming(self._post, team, packing, other, kind[other], team.device, number)
+        self._out = Outgoing(self._post, team, packing, other, kinds[team.rank], 2, number)
+        self._in = Incoming(self._post, team, packing, other, kinds[other], team.device, number)
         self._streams = tuple(torch.zeros(size // 8, device=team.device) for _ in range(2))
 
     def trip(self) -> None:
@@ -130,7 +132,7 @@ class Ours:
         self._in.post_next()
         self._post.exchange()
         streams, _ = self._in.take()
-        self._streams = tuple(each + 1 for each in streams)
+        self._streams = tuple(stream + 1 for stream in streams)
         if self._team.rank == 1:
             self._send()
 
@@ -141,7 +143,7 @@ class Ours:
 
 
 def host_time(device: torch.device, num: int) -> float:
-    """Milliseconds of the host for a tick of a stage: the GPU has next to nothing to do."""
+    """Return the host's milliseconds for a tick of a stage; the GPU is almost idle."""
     couplings = [rd.Coupling(nn.Linear(16, 16)) for _ in range(2 * num)]
     model = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse("mean")]).to(device)
     pipe = rd.DistributedPipeline(
@@ -156,7 +158,7 @@ def host_time(device: torch.device, num: int) -> float:
         pipe.step(x, x)
     times = []
     for _ in range(NUM_TICKS):
-        start = time.thread_time()  # of this thread, asking for the end of transfers included
+        start = time.thread_time()  # of this thread, including its polls of transfers
         pipe.step(x, x)
         times.append(time.thread_time() - start)
     pipe.flush()

@@ -1,8 +1,8 @@
-"""What latency costs in accuracy: a small RevNet on digits, each in one process.
+"""Cost of latency in accuracy: a small RevNet on digits, each in one process.
 
-The numbers of a pipeline do not depend on where its stages are, so one process will do. A stage's
-gradient is 2 * latency * (J - 1 - j) micro-batches old; the larger an update, the fewer updates
-that is. The learning rate follows the size of an update.
+The numbers of a pipeline do not depend on where its stages are, so one process is enough. The
+gradient of stage j is 2 * latency * (J - 1 - j) micro-batches old, which is fewer updates if these
+are larger. The learning rate is proportional to the size of an update.
 """
 
 import math
@@ -26,23 +26,23 @@ EPOCHS = 5
 
 
 def accuracy(setting: Setting, processes: list[int]) -> list[dict[str, Any]]:
-    """A row for each number of micro-batches in an update, a column for each latency."""
+    """Return a row for each size of an update, with a column for each latency."""
     cases = list(product(ACCUMULATES, LATENCIES, range(SEEDS)))
     with mp.get_context("spawn").Pool(max(processes), torch.set_num_threads, (1,)) as pool:
-        all_found = dict(zip(cases, pool.starmap(train, cases, chunksize=1), strict=True))
+        results = dict(zip(cases, pool.starmap(train, cases, chunksize=1), strict=True))
     rows = []
     for accumulate in ACCUMULATES:
         row: dict[str, Any] = {"accumulate": accumulate, "found": []}
         for latency in LATENCIES:
-            found = [all_found[accumulate, latency, seed] for seed in range(SEEDS)]
-            row[f"latency {latency}"] = f"{mean(found):.1f} ± {stdev(found):.1f}"
-            row["found"].append(found)
+            percents = [results[accumulate, latency, seed] for seed in range(SEEDS)]
+            row[f"latency {latency}"] = f"{mean(percents):.1f} ± {stdev(percents):.1f}"
+            row["found"].append(percents)
         rows.append(row)
     return rows
 
 
 def train(accumulate: int, latency: int, seed: int) -> float:
-    """Percent of the test images that are told right after training."""
+    """Train; return the percentage of test images classified correctly."""
     images, labels = _digits(train=True)
     model = rd.create_model(
         "revnet18",
@@ -70,7 +70,7 @@ def train(accumulate: int, latency: int, seed: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(EPOCHS):
         order = torch.randperm(len(labels), generator=generator)
-        for chosen in order.split(MICROBATCH):
+        for chosen in order.split(MICROBATCH):  # type: ignore[no-untyped-call]
             if len(chosen) == MICROBATCH:
                 pipe.step(images[chosen], labels[chosen])
     pipe.flush()
@@ -80,10 +80,10 @@ def train(accumulate: int, latency: int, seed: int) -> float:
 
 
 def _factor(progress: float) -> float:
-    """An epoch of warm-up, then a cosine to zero."""
+    """Return the factor of the rate: an epoch of warm-up, then a cosine to zero."""
     return min(1.0, EPOCHS * progress) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def _digits(*, train: bool) -> tuple[Tensor, Tensor]:
-    found = read_digits(train=train)
-    return found.pixels / 16, found.labels
+    digits = read_digits(train=train)
+    return digits.pixels / 16, digits.labels

@@ -1,11 +1,10 @@
-"""A slow network: every packet takes 100 ms, and messages are given more ticks to travel.
+"""A slow network: every packet takes 100 ms, and messages have more ticks to travel.
 
 A message that is sent at the end of a tick is needed `latency` ticks later, so it has latency - 1
-ticks and the rest of this one to travel; its receiver was made ready as long before it was sent.
-Processes leave a barrier up to one delay apart, which a run has to be long beside. What carries the
-packets takes time on the same cores, so it carries them without delay, too, for comparison. A
-process's speed may differ from that of the one before it by a tenth, so networks take turns, in
-processes that are made anew.
+ticks and the rest of this one to travel. Its receive is posted as long before the send. Processes
+leave a barrier up to one delay apart, so a run has to be much longer than that. The relay of the
+packets uses the same cores, so for comparison it also runs without delay. Speeds of processes may
+differ by a tenth from one launch to the next, so networks take turns, in new processes.
 """
 
 import time
@@ -28,18 +27,18 @@ NETWORKS = {"loopback": None, "0 ms": 0.0, f"{1000 * SECONDS:.0f} ms": SECONDS}
 
 
 class Run(TypedDict):
-    """What was measured in one process."""
+    """Measurements of one process."""
 
     seconds: float
-    """Of the slowest process."""
+    """Seconds of the slowest process."""
     computing: float
-    """Share of the time in which its main thread was on a core."""
+    """Share of the time that its main thread ran on a core."""
     waiting: float
-    """Share of the time in which it waited for messages; not known of others' schedules."""
+    """Share of the time that it waited for messages; unknown for torch's schedules."""
 
 
 def delay(setting: Setting, processes: list[int]) -> list[dict[str, Any]]:
-    """A row for each latency, and for 1F1B, on each network."""
+    """Return a row for each latency and for 1F1B, with figures of each network."""
     setting = replace(setting, num_microbatches=NUM_MICROBATCHES)
     rows = []
     for num in processes:
@@ -49,28 +48,28 @@ def delay(setting: Setting, processes: list[int]) -> list[dict[str, Any]]:
 
 
 def _take_turns(setting: Setting, num: int, cut: list[int]) -> dict[tuple[str, str], list[Run]]:
-    """Runs of all ranks, by method and network."""
-    found: dict[tuple[str, str], list[Run]] = {}
+    """Return the runs of all ranks, by method and network."""
+    runs: dict[tuple[str, str], list[Run]] = {}
     for _ in range(setting.rounds):
         for network, seconds in NETWORKS.items():
             for rank in launch(work, num, setting, cut, delay=seconds):
                 for method, run in rank.items():
-                    found.setdefault((method, network), []).append(run)
-    return found
+                    runs.setdefault((method, network), []).append(run)
+    return runs
 
 
 def work(rank: int, setting: Setting, cut: list[int]) -> dict[str, Run]:
-    """In each process; one after the other, as TCP learns the speed of a link that is in use."""
-    found = {}
+    """Run all methods in one process, one after another, as TCP adapts to a link in use."""
+    runs = {}
     for latency in LATENCIES:
         petra = Petra(setting, cut, latency=latency)
-        found[f"petra, latency {latency}"] = _run(setting, petra)
+        runs[f"petra, latency {latency}"] = _run(setting, petra)
         petra.close()
     for m in SIZES:
         if m >= len(cut):
             rival = Rival(setting, cut, "1F1B", microbatches=m, recompute=True)
-            found[f"1F1B, recomputed, m = {m}"] = _run(setting, rival)
-    return found
+            runs[f"1F1B, recomputed, m = {m}"] = _run(setting, rival)
+    return runs
 
 
 def _run(setting: Setting, method: Petra | Rival) -> Run:
@@ -93,16 +92,20 @@ def _rows(
 ) -> list[dict[str, Any]]:
     rows = []
     for method in dict.fromkeys(method for method, _ in runs):
-        found = {network: runs[method, network] for network in NETWORKS}
-        seconds = {network: median(run["seconds"] for run in found[network]) for network in found}
+        by_network = {network: runs[method, network] for network in NETWORKS}
+        seconds = {
+            network: median(run["seconds"] for run in by_network[network]) for network in by_network
+        }
         first, near, far = NETWORKS
         row: dict[str, Any] = {"processes": num, "method": method}
         samples = setting.num_microbatches * setting.batch
-        row |= {f"samples/s, {network}": samples / each for network, each in seconds.items()}
-        row |= {f"of {each}": seconds[each] / seconds[far] for each in (first, near)}
+        row |= {
+            f"samples/s, {network}": samples / duration for network, duration in seconds.items()
+        }
+        row |= {f"of {network}": seconds[network] / seconds[far] for network in (first, near)}
         for network in (first, near, far):
-            shares = [(run["computing"], run["waiting"]) for run in found[network]]
-            computing, waiting = (100 * median(each) for each in zip(*shares, strict=True))
+            shares = [(run["computing"], run["waiting"]) for run in by_network[network]]
+            computing, waiting = (100 * median(column) for column in zip(*shares, strict=True))
             row[f"% computing, waiting, {network}"] = f"{computing:.1f}, {waiting:.1f}"
-        rows.append(row | {"runs": list(found.values())})
+        rows.append(row | {"runs": list(by_network.values())})
     return rows

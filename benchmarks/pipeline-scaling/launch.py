@@ -1,4 +1,4 @@
-"""Runs a function in several processes of one thread each, over gloo, and brings back results."""
+"""Run a function in several processes of one thread each, over gloo, and collect the results."""
 
 import os
 import socket
@@ -19,8 +19,8 @@ def launch(
     """Call `function(rank, *args)` in each of `num` processes.
 
     Args:
-        function: What to call; of a module, so that it can be found by the others.
-        num: Processes.
+        function: Function to call; at module level, so that other processes can import it.
+        num: Number of processes.
         args: Arguments, the same for all.
         delay: Seconds that every packet takes from one to another; None for plain loopback.
     """

@@ -1,4 +1,4 @@
-"""What messages cost: bytes of a tick beside what they must be, and the share of it that waits."""
+"""Cost of messages: bytes of a tick against the formula, and the share of time spent waiting."""
 
 from statistics import median
 from typing import Any
@@ -10,7 +10,7 @@ from setting import Setting
 
 
 def messages(setting: Setting, processes: list[int]) -> list[dict[str, Any]]:
-    """A row for each process of every number of them above one."""
+    """Return a row for each process, for every number of processes above one."""
     rows = []
     for num in processes:
         if num > 1:
@@ -19,7 +19,7 @@ def messages(setting: Setting, processes: list[int]) -> list[dict[str, Any]]:
 
 
 def work(rank: int, setting: Setting) -> dict[str, Any]:
-    """In each process."""
+    """Measure in one process."""
     num = dist.get_world_size()
     petra = Petra(setting, setting.cut(num))
     seconds, waited, sent = [], [], 0

@@ -1,9 +1,9 @@
-"""A network between processes in which every packet takes its time.
+"""A network between processes that delays every packet.
 
 Each process moves into a network namespace of its own, with one interface: a TUN device, whose
-other end is a file that it hands to the relay. The relay, a thread of the parent, reads packets and
-writes each to the device of its destination when its delay is over. So the delay is below TCP, and
-nobody above it is changed. Linux, and the right to make namespaces (root), are needed.
+other end is a file that it passes to the relay. The relay, a thread of the parent, reads packets
+and writes each to the device of its destination when its delay is over. So the delay is below TCP,
+and nothing above it changes. This needs Linux, and the right to make namespaces (root).
 """
 
 import ctypes
@@ -22,11 +22,11 @@ from pathlib import Path
 CLONE_NEWNET = 0x40000000
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 MTU = 65000
-BUFFER = 2**26  # bytes of a TCP window: a long link would be bound by torch's messages otherwise
+BUFFER = 2**26  # bytes of a TCP window; a smaller one would limit a long link
 
 
 def enter_network(rank: int, line: Connection) -> tuple[str, str]:
-    """Move this process into the network; returns the address of rank 0, and the interface."""
+    """Move this process into the network; return the address of rank 0 and the interface."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "cannot make a network namespace")
@@ -37,15 +37,15 @@ def enter_network(rank: int, line: Connection) -> tuple[str, str]:
         f"addr add {_address(rank)}/24 dev tun0",
         f"link set tun0 mtu {MTU} txqueuelen 10000 up",
     ]
-    for each in commands:
-        subprocess.run(["ip", *each.split()], check=True)
+    for command in commands:
+        subprocess.run(["ip", *command.split()], check=True)
     settings = Path("/proc/sys/net/ipv4")  # of this namespace
     for name in ("tcp_rmem", "tcp_wmem"):
         (settings / name).write_text(f"4096 {BUFFER} {BUFFER}")
     (settings / "tcp_slow_start_after_idle").write_text("0")
     send_handle(line, device, os.getppid())
     os.close(device)
-    line.recv()  # until all are there
+    line.recv()  # wait until all are there
     return _address(0), "tun0"
 
 
@@ -54,10 +54,10 @@ def _address(rank: int) -> str:
 
 
 class Relay:
-    """Carries packets from device to device.
+    """Thread that carries packets from device to device.
 
     Args:
-        delay: Seconds that each of them takes.
+        delay: Seconds that each packet takes.
     """
 
     def __init__(self, delay: float) -> None:
@@ -67,22 +67,22 @@ class Relay:
         self._thread = threading.Thread(target=self._carry, daemon=True)
 
     def start(self, lines: list[Connection]) -> None:
-        """Take the devices of all, and begin."""
+        """Receive the devices of all processes, and start."""
         self._devices = [recv_handle(line) for line in lines]
         self._thread.start()
         for line in lines:
             line.send("go")
 
     def stop(self) -> None:
-        """Drop what is on its way."""
+        """Stop, and drop packets in flight."""
         self._running = False
         if self._thread.is_alive():
             self._thread.join()
-        for each in self._devices:
-            os.close(each)
+        for device in self._devices:
+            os.close(device)
 
     def _carry(self) -> None:
-        waiting: deque[tuple[float, int, bytes]] = deque()  # all take as long: first in, first out
+        waiting: deque[tuple[float, int, bytes]] = deque()  # one delay for all: first in, first out
         while self._running:
             now = time.perf_counter()
             pause = min(max(waiting[0][0] - now, 0.0), 0.1) if waiting else 0.1

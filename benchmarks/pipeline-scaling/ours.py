@@ -19,12 +19,12 @@ class Petra:
     """A pipeline that is kept full.
 
     Args:
-        setting: What is trained.
+        setting: Model and sizes of the runs.
         cut: The units of each stage.
         spread: Whether its stages are in several processes, or all in this one.
         accumulate: Micro-batches per update.
         latency: Ticks that a message travels.
-        fill: Whether to fill it now.
+        fill: Whether to fill the pipeline now.
     """
 
     def __init__(
@@ -53,54 +53,55 @@ class Petra:
         self._images, self._targets = setting.examples()
         self.num_until_full = 2 * latency * (len(cut) - 1) + 2
         self.waited: list[tuple[float, float]] = []
-        """When it began and ceased to wait for messages."""
+        """Start and end of every wait for messages."""
         if spread:
             self._watch_waiting()
         if fill:
             self.run(self.num_until_full)
 
     def run(self, num: int) -> float:
-        """Train so many micro-batches; returns the seconds it took."""
+        """Train `num` micro-batches; return the seconds."""
         start = time.perf_counter()
         for _ in range(num):
             self.pipe.step(self._images, self._targets)
         return time.perf_counter() - start
 
     def timed(self) -> float:
-        """Seconds of a run, after two ticks that bring all processes into step."""
+        """Return the seconds of a run, after two ticks that align all processes."""
         self.run(2)
         self.waited.clear()
         return self.run(self._setting.num_microbatches)
 
     def peak(self, num: int) -> int:
-        """Bytes in use at most in so many ticks of a full pipeline, made before it ran."""
+        """Return the peak bytes of `num` ticks when full; call it before the first tick."""
         with Live() as live:
             self.run(self.num_until_full)
             live.peak = live.bytes
             self.run(num)
-            return live.peak
+            peak: int = live.peak
+        return peak
 
     @contextmanager
     def spans(self) -> Iterator[list[tuple[str, float, float]]]:
-        """Note what is done inside, and when: F, B, and W for waiting."""
-        found: list[tuple[str, float, float]] = []
+        """Record actions inside the context, with times: F, B, and W for waiting."""
+        records: list[tuple[str, float, float]] = []
         self.waited.clear()
         with measured_spans(self.pipe) as spans:
-            yield found
-        found += [(action.kind, *span) for action, span in spans.items()]
-        found += [("W", *span) for span in self.waited]
+            yield records
+        records += [(action.kind, *span) for action, span in spans.items()]
+        records += [("W", *span) for span in self.waited]
 
     def stage_seconds(self, num: int) -> list[float]:
-        """Seconds of each stage in a tick, where all stages are here."""
+        """Return the seconds of each stage in a tick; all stages must be in this process."""
         with measured_spans(self.pipe) as spans:
             self.run(num)
-        found = [0.0] * len(self.pipe.cut)
+        seconds = [0.0] * len(self.pipe.cut)
         for action, (start, end) in spans.items():
-            found[action.stage] += (end - start) / num
-        return found
+            seconds[action.stage] += (end - start) / num
+        return seconds
 
     def close(self) -> None:
-        """Train what is in flight, and leave."""
+        """Flush the pipeline and close it."""
         self.pipe.flush()
         if isinstance(self.pipe, rd.DistributedPipeline):
             self.pipe.close()
@@ -117,12 +118,12 @@ class Petra:
 
     @property
     def num_parameter_bytes(self) -> int:
-        """Of the stages that are here."""
+        """Bytes of the parameters of this process's stages."""
         parameters = (p for stage in self.pipe.stages for p in stage.module.parameters())
         return sum(p.nbytes for p in parameters if isinstance(p, torch.Tensor))
 
 
 def _apart() -> dict[str, Any]:
-    """A group of its own for every pipeline: messages of several in one group would be mixed up."""
+    """Return options with a new process group: pipelines that share one would mix messages."""
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("stage",))
     return {"mesh": mesh, "device": "cpu", "timeout": 60.0}

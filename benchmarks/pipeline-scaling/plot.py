@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def draw(axis: Axes, rows: list[dict[str, Any]]) -> None:
-    """One method; what is waited for lies over the action that waits."""
+    """Draw one method, with waiting on top of the action that waits."""
     zero = min(start for row in rows for _, start, _ in row["spans"])
     for row in rows:
         for kind, (_, colour) in LOOKS.items():

@@ -18,7 +18,7 @@ SCHEDULES: dict[str, Any] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 
 
 class Units(nn.Module):
-    """The units of a stage as one module, by plain backprop or with recomputation of each unit."""
+    """Units of a stage as one module, with plain backprop or with recomputation of each unit."""
 
     def __init__(self, units: list[nn.Module], *, recompute: bool) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Units(nn.Module):
         self._recompute = recompute
 
     def forward(self, *value: Any) -> Any:
-        """From an image, or two streams, to two streams or logits."""
+        """Map an image or two streams to two streams or logits."""
         flow: Any = value if len(value) == 2 else value[0]
         for unit in self.units:
             if self._recompute:
@@ -40,11 +40,11 @@ class Rival:
     """A schedule of torch over the processes; a step is a mini-batch and an update.
 
     Args:
-        setting: What is trained.
+        setting: Model and sizes of the runs.
         cut: The units of each stage.
         schedule: "GPipe" or "1F1B".
-        microbatches: Of a step.
-        recompute: Whether units are recomputed in the backward, and not kept.
+        microbatches: Micro-batches of a step.
+        recompute: Whether to recompute units in the backward instead of keeping their graphs.
         warm: Whether to run two steps now.
     """
 
@@ -59,7 +59,7 @@ class Rival:
         warm: bool = True,
     ) -> None:
         rank = dist.get_rank()
-        units = list(setting.model().units())  # type: ignore[operator]
+        units = list(setting.model().units())
         first = sum(cut[:rank])
         self.module = Units(units[first : first + cut[rank]], recompute=recompute)
         self.optimizer = sgd(self.module)
@@ -73,7 +73,7 @@ class Rival:
             self.run(2 * microbatches)
 
     def run(self, num: int) -> float:
-        """Train so many micro-batches, whole steps; returns the seconds it took."""
+        """Train `num` micro-batches in whole steps; return the seconds."""
         start = time.perf_counter()
         for _ in range(num // self._num):
             self._schedule.step(*self._args, **self._keywords)
@@ -82,45 +82,46 @@ class Rival:
         return time.perf_counter() - start
 
     def timed(self) -> float:
-        """Seconds of a run, after a step that brings all processes into step."""
+        """Return the seconds of a run, after one step that aligns all processes."""
         self.run(self._num)
         return self.run(self._setting.num_microbatches)
 
     def peak(self) -> int:
-        """Bytes in use at most in a step, made before the first one."""
+        """Return the peak bytes of a step; call it before the first one."""
         with Live() as live:
             self.run(self._num)
             live.peak = live.bytes
             self.run(2 * self._num)
-            return live.peak
+            peak: int = live.peak
+        return peak
 
     @contextmanager
     def spans(self) -> Iterator[list[tuple[str, float, float]]]:
-        """Note forwards and backwards inside."""
-        found: list[tuple[str, float, float]] = []
+        """Record forwards and backwards inside the context."""
+        spans: list[tuple[str, float, float]] = []
         names = {"F": "forward_one_chunk", "B": "backward_one_chunk"}
         before = {name: getattr(self._stage, name) for name in names.values()}
         for kind, name in names.items():
-            setattr(self._stage, name, _watched(before[name], kind, found))
+            setattr(self._stage, name, _watched(before[name], kind, spans))
         try:
-            yield found
+            yield spans
         finally:
             for name, function in before.items():
                 setattr(self._stage, name, function)
 
     @property
     def num_parameter_bytes(self) -> int:
-        """Of the stage that is here."""
-        return sum(each.nbytes for each in self.module.parameters())
+        """Bytes of the parameters of this process's stage."""
+        return sum(param.nbytes for param in self.module.parameters())
 
 
 def _watched(
-    function: Callable[..., Any], kind: str, found: list[tuple[str, float, float]]
+    function: Callable[..., Any], kind: str, spans: list[tuple[str, float, float]]
 ) -> Callable[..., Any]:
     def watched(*args: Any, **keywords: Any) -> Any:
         start = time.perf_counter()
         result = function(*args, **keywords)
-        found.append((kind, start, time.perf_counter()))
+        spans.append((kind, start, time.perf_counter()))
         return result
 
     return watched

@@ -54,16 +54,16 @@ def main() -> None:
     torch.set_num_threads(1)
     about = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     print(f"{about}, {setting}")
-    found: dict[str, Any] = {"about": about, "setting": vars(setting)}
+    results: dict[str, Any] = {"about": about, "setting": vars(setting)}
     for name in options.only:
-        found[name] = PARTS[name](setting, options.processes)
-        print(f"\n{name}\n\n{table(found[name])}", flush=True)
+        results[name] = PARTS[name](setting, options.processes)
+        print(f"\n{name}\n\n{table(results[name])}", flush=True)
         if options.out is not None:
-            options.out.write_text(json.dumps(found))
+            options.out.write_text(json.dumps(results))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as markdown; lists, which are for the file alone, are left out."""
+    """Format rows as markdown, without lists, which are only written to the file."""
     shown = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
     names = list(dict.fromkeys(name for row in shown for name in row))
     lines = [names, ["---"] * len(names)]

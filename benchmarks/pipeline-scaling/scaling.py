@@ -1,8 +1,8 @@
 """Samples a second over J processes, against the same pipeline of J stages in one process.
 
-Both do the same arithmetic, so the ratio is what the processes are worth. It can be at most the
+Both do the same arithmetic, so the ratio is the speedup by processes. It can be at most the
 ceiling: the time of all stages over that of the longest, measured in the one process. "Apart" is
-what the machine allows: J processes at once that each run the one-process pipeline, and never talk.
+the limit of the machine: J processes at once, each with a one-process pipeline and no messages.
 """
 
 from statistics import median
@@ -18,50 +18,50 @@ from redivider.pipeline.partition import balance_of, count_costs, loads_of
 
 
 def scaling(setting: Setting, processes: list[int]) -> list[dict[str, Any]]:
-    """A row for each number of processes."""
+    """Return a row for each number of processes."""
     return [_row(setting, num) for num in processes]
 
 
 def _row(setting: Setting, num: int) -> dict[str, Any]:
     cut = setting.cut(num)
-    found = launch(work, num, setting, cut)[0]
+    result = launch(work, num, setting, cut)[0]
     samples = setting.num_microbatches * setting.batch
-    speedup = median(found["one"]) / median(found["many"])
-    ceiling = sum(found["stages"]) / max(found["stages"])
+    speedup = median(result["one"]) / median(result["many"])
+    ceiling = sum(result["stages"]) / max(result["stages"])
     return {
         "processes": num,
         "units": "+".join(map(str, cut)),
-        "ms a tick": 1000 * median(found["many"]) / setting.num_microbatches,
-        "samples/s, one process": samples / median(found["one"]),
-        "samples/s": samples / median(found["many"]),
+        "ms a tick": 1000 * median(result["many"]) / setting.num_microbatches,
+        "samples/s, one process": samples / median(result["one"]),
+        "samples/s": samples / median(result["many"]),
         "speedup": speedup,
-        "of the fastest rounds": min(found["one"]) / min(found["many"]),
-        "ceiling, FLOPs": found["balance"],
+        "of the fastest rounds": min(result["one"]) / min(result["many"]),
+        "ceiling, FLOPs": result["balance"],
         "ceiling, measured": ceiling,
         "of the measured ceiling": speedup / ceiling,
-        "apart": num * median(found["one"]) / median(found["apart"]),
-        "runs": len(found["many"]),
-        "seconds": [found["one"], found["many"], found["apart"]],
-        "seconds of stages": found["stages"],
+        "apart": num * median(result["one"]) / median(result["apart"]),
+        "runs": len(result["many"]),
+        "seconds": [result["one"], result["many"], result["apart"]],
+        "seconds of stages": result["stages"],
     }
 
 
 def work(rank: int, setting: Setting, cut: list[int]) -> dict[str, Any]:
-    """In each process: all in one pipeline, the first one alone, and all at once but apart."""
+    """Run, in one process, a part of the shared pipeline, and the whole one alone and apart."""
     many = Petra(setting, cut)
     one = Petra(setting, cut, spread=False)
     balance = balance_by_work(setting, cut)
     alone = one.timed if rank == 0 else lambda: 0.0
     runs = {"one": alone, "many": many.timed, "apart": one.timed}
-    found: dict[str, Any] = dict(take_turns(runs, setting.rounds, setting.patience))
+    result: dict[str, Any] = dict(take_turns(runs, setting.rounds, setting.patience))
     if rank == 0:
-        found |= {"stages": one.stage_seconds(setting.num_microbatches), "balance": balance}
+        result |= {"stages": one.stage_seconds(setting.num_microbatches), "balance": balance}
     dist.barrier()
     many.close()
-    return found
+    return result
 
 
 def balance_by_work(setting: Setting, cut: list[int]) -> float:
-    """What the cut allows by FLOPs: the work of all stages over that of the largest."""
+    """Return the best speedup of the cut by FLOPs: all stages over the largest."""
     costs = count_costs(setting.model(), "work", setting.examples()[0])
     return balance_of(loads_of(costs, cut))

@@ -1,4 +1,4 @@
-"""What is trained, the same for everybody: a Rev-ViT of equal layers, random images, SGD."""
+"""Setting of all methods: a Rev-ViT of equal layers, random images, SGD."""
 
 from dataclasses import dataclass
 
@@ -22,10 +22,10 @@ class Setting:
     """In a timed run."""
     rounds: int = 5
     patience: float = 0.0
-    """Seconds that a run may wait for a machine that nobody else uses."""
+    """Seconds that a run may wait until no other program uses the machine."""
 
-    def model(self, device: str = "cpu") -> nn.Module:
-        """A stem, two couplings for each layer, a head."""
+    def model(self, device: str = "cpu") -> rd.Chain:
+        """Return a stem, two couplings for each layer, and a head."""
         return rd.create_model(
             "rev_vit_tiny",
             image_size=32,
@@ -38,24 +38,24 @@ class Setting:
         )
 
     def examples(self, num: int = 1) -> tuple[Tensor, Tensor]:
-        """Images and targets of so many micro-batches."""
+        """Return images and targets of `num` micro-batches."""
         generator = torch.Generator().manual_seed(0)
         size = num * self.batch
         images = torch.randn(size, 3, 32, 32, generator=generator)
         return images, torch.randint(10, (size,), generator=generator)
 
     def cut(self, num_stages: int) -> list[int]:
-        """The units of each stage, balanced by their FLOPs."""
+        """Return the number of units of each stage, balanced by FLOPs."""
         return rd.balance(self.model(), num_stages, example=self.examples()[0])
 
     @property
     def stream_bytes(self) -> int:
-        """Of one of the two tensors between stages, in float32."""
+        """Bytes of one of the two streams between stages, in float32."""
         return 4 * self.batch * (32 // self.patch_size) ** 2 * self.width
 
 
 def sgd(stage: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of everybody."""
+    """Return the optimizer of a stage, the same for all methods."""
     return torch.optim.SGD(stage.parameters(), lr=1e-3, momentum=0.9)
 
 

@@ -1,4 +1,4 @@
-"""What every process does, and when: ours, and 1F1B with recomputation."""
+"""Timelines of all processes: PETRA, and 1F1B with recomputation."""
 
 import time
 from typing import Any
@@ -14,16 +14,16 @@ STEPS = 3
 
 
 def timeline(setting: Setting, processes: list[int]) -> list[dict[str, Any]]:
-    """A row for each process of the largest number of them, by method."""
+    """Return a row for each process by method, with the largest number of processes."""
     num = max(processes)
     if num < 2:
         return []
-    found = launch(work, num, setting, setting.cut(num))
-    return [row for method in range(2) for row in (of_rank[method] for of_rank in found)]
+    by_rank = launch(work, num, setting, setting.cut(num))
+    return [row for method in range(2) for row in (methods[method] for methods in by_rank)]
 
 
 def work(rank: int, setting: Setting, cut: list[int]) -> list[dict[str, Any]]:
-    """In each process."""
+    """Measure in one process."""
     m = max(SIZE, len(cut))
     methods: dict[str, Petra | Rival] = {
         "petra": Petra(setting, cut, accumulate=m),

@@ -1,4 +1,4 @@
-"""Runs of several methods in turns, so that their ratios are of one time."""
+"""Runs of several methods in turns, so that their ratios compare the same period."""
 
 import os
 import time
@@ -17,19 +17,19 @@ LIMIT = 0.1  # cores that other programs may use in a run that counts
 def take_turns(
     runs: Mapping[str, Callable[[], float]], rounds: int, patience: float = 0.0
 ) -> dict[str, list[float]]:
-    """Seconds of each method's runs; those of the slowest process.
+    """Run methods in turns; return the seconds of every run, of the slowest process.
 
     Args:
-        runs: Each trains for a while and returns its seconds.
-        rounds: How often each of them runs.
-        patience: Seconds in which a run is put off, or repeated, while other programs use the
-            machine. Runs beside others count only where there are no better ones.
+        runs: Functions that train for a while and return the seconds.
+        rounds: Number of runs of each method.
+        patience: Seconds for which a run is delayed or repeated while other programs use the
+            machine. Runs that were disturbed count only if all were.
     """
-    found: dict[str, list[tuple[float, bool]]] = {name: [] for name in runs}
+    timed: dict[str, list[tuple[float, bool]]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            found[name].append(_run_alone(run, patience))
-    return {name: _that_count(each) for name, each in found.items()}
+            timed[name].append(_run_alone(run, patience))
+    return {name: _that_count(pairs) for name, pairs in timed.items()}
 
 
 def _that_count(runs: list[tuple[float, bool]]) -> list[float]:
@@ -38,7 +38,7 @@ def _that_count(runs: list[tuple[float, bool]]) -> list[float]:
 
 
 def _run_alone(run: Callable[[], float], patience: float) -> tuple[float, bool]:
-    """Seconds of a run, and whether nobody else used the machine."""
+    """Return the seconds of a run, and whether no other program used the machine."""
     deadline = time.perf_counter() + patience
     while True:
         while patience and largest(_used_by_others(partial(time.sleep, 0.3))[1]) > LIMIT:
@@ -52,7 +52,7 @@ def _run_alone(run: Callable[[], float], patience: float) -> tuple[float, bool]:
 
 
 def _used_by_others(function: Callable[[], T]) -> tuple[T, float]:
-    """Call in all processes; the result, and the cores that other programs used (Linux alone)."""
+    """Call in all processes; return the result and the cores that others used (Linux only)."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return function(), 0.0
@@ -65,13 +65,13 @@ def _used_by_others(function: Callable[[], T]) -> tuple[T, float]:
 
 
 def _busy(stat: Path) -> float:
-    """Seconds that the cores have worked since the machine was started."""
+    """Return the seconds that all cores were busy since boot."""
     user, nice, system, _, _, *rest = map(int, stat.read_text().splitlines()[0].split()[1:9])
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 def largest(number: float) -> float:
-    """Of all processes' numbers."""
-    told = torch.tensor([number], dtype=torch.float64)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return float(told)
+    """Return the largest of all processes' numbers."""
+    tensor = torch.tensor([number], dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)

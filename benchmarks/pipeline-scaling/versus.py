@@ -1,6 +1,6 @@
-"""Beside torch.distributed.pipelining: samples a second, and memory of the process with most.
+"""Comparison with torch.distributed.pipelining: samples a second, and the largest memory.
 
-Updates are as large for all: m micro-batches a step there, m to accumulate here.
+All updates have the same size: m micro-batches a step there, m to accumulate here.
 """
 
 from statistics import median
@@ -15,7 +15,7 @@ from turns import largest, take_turns
 
 
 def rivals(setting: Setting, processes: list[int]) -> list[dict[str, Any]]:
-    """A row for each method, size of an update and number of processes above one."""
+    """Return a row for each method, size of an update and number of processes above one."""
     rows = []
     for num in processes:
         if num > 1:
@@ -25,7 +25,7 @@ def rivals(setting: Setting, processes: list[int]) -> list[dict[str, Any]]:
 
 
 def work(rank: int, setting: Setting, sizes: list[int]) -> list[dict[str, Any]]:
-    """In each process."""
+    """Measure in one process."""
     cut = setting.cut(dist.get_world_size())
     rows = []
     for m in sizes:
@@ -37,7 +37,7 @@ def work(rank: int, setting: Setting, sizes: list[int]) -> list[dict[str, Any]]:
             for name in SCHEDULES
             for recompute in (True, False)
         }
-        runs = {"petra": petra.timed, **{name: each.timed for name, each in others.items()}}
+        runs = {"petra": petra.timed, **{name: rival.timed for name, rival in others.items()}}
         seconds = take_turns(runs, setting.rounds, setting.patience)
         petra.close()
         memory = peaks(setting, cut, m)
@@ -46,16 +46,16 @@ def work(rank: int, setting: Setting, sizes: list[int]) -> list[dict[str, Any]]:
 
 
 def peaks(setting: Setting, cut: list[int], m: int) -> dict[str, float]:
-    """MiB at most in the process with most, beside weights, gradients and momentum."""
+    """Return the peak MiB of the largest process, without weights, gradients and momentum."""
     fresh = Petra(setting, cut, accumulate=m, fill=False)
-    found = {"petra": _beside(fresh.peak(2 * m), fresh)}
+    memory = {"petra": _beside(fresh.peak(2 * m), fresh)}
     fresh.close()
     for name in SCHEDULES:
         for recompute in (True, False):
             rival = Rival(setting, cut, name, microbatches=m, recompute=recompute, warm=False)
             label = f"{name}, {'recomputed' if recompute else 'stored'}"
-            found[label] = _beside(rival.peak(), rival)
-    return {name: largest(each) for name, each in found.items()}
+            memory[label] = _beside(rival.peak(), rival)
+    return {name: largest(mib) for name, mib in memory.items()}
 
 
 def _beside(peak: int, method: Petra | Rival) -> float:

@@ -1,4 +1,4 @@
-"""The same network trained by the code published with PETRA, where it is at hand."""
+"""The same network trained by the code published with PETRA, if there is a clone of it."""
 
 import importlib
 import sys
@@ -17,7 +17,7 @@ PEAK, DECAY = 0.1, 5e-4  # rate for 256 images an update; weight decay
 def petra_tick(
     path: str, model: str, batch: int, device: torch.device
 ) -> Callable[[Tensor, Tensor], Any]:
-    """A tick of the authors' simulator, as the loop of their `main.py` runs it.
+    """Return a tick of the authors' simulator, as the loop of their `main.py` runs it.
 
     The stages of a RevNet for CIFAR-10 in float32, trained by PETRA with their recipe, but with an
     update in every tick. What is left out of the loop is the loader, the accuracy and the meters.
@@ -43,7 +43,7 @@ def petra_tick(
 
     def tick(x: Tensor, target: Tensor) -> Any:
         nonlocal ticks
-        x = x.contiguous()  # as their loader gives it; another layout would go through the net
+        x = x.contiguous()  # as from their loader; another layout would spread through the net
         if ticks < WARM_UP_EPOCHS * per_epoch:
             net.set_lr(warm_up_lr(ticks, WARM_UP_EPOCHS * per_epoch, peak))
         with _cudnn(), torch.no_grad():
@@ -56,7 +56,7 @@ def petra_tick(
 
 
 def _simulator(model: str, rate: float) -> Any:
-    """All stages, with an optimizer for weights and another for the rest, which does not decay."""
+    """Return all stages, with one optimizer for weights and one without decay for the rest."""
     get_model = importlib.import_module("async_torch.models.utils").get_model
     add_optimizer = importlib.import_module("async_torch.optim.optimizer").add_optimizer
     layers = get_model("cifar10", model, False, store_input=False, store_param=False)
@@ -73,10 +73,10 @@ def _decays(name: str) -> bool:
 
 @contextmanager
 def _cudnn() -> Iterator[None]:
-    """Their settings for a tick; whether float32 may be TF32 stays as it is, as with them.
+    """Apply their settings for a tick; like them, leave TF32 as it is.
 
-    torch keeps what cuDNN has found for a convolution, whichever setting it was found under: who
-    comes second to the same shapes in a process takes the plans of the first.
+    torch caches cuDNN's plan for a convolution whatever the settings: the second method to meet a
+    shape in a process uses the plan of the first.
     """
     names = ("enabled", "benchmark", "deterministic")
     before = [getattr(cudnn, name) for name in names]

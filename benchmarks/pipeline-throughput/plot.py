@@ -33,21 +33,23 @@ LOOKS = {
 def main() -> None:
     """Read results and draw them."""
     *sources, target = sys.argv[1:]
-    rows: list[dict[str, Any]] = [r for each in sources for r in json.loads(Path(each).read_text())]
+    rows: list[dict[str, Any]] = [
+        row for source in sources for row in json.loads(Path(source).read_text())
+    ]
     models = [name for name in TITLES if any(row["model"] == name for row in rows)]
     figure, axes = plt.subplots(1, len(models), figsize=(3.6 * len(models), 3.4), squeeze=False)
     for axis, model in zip(axes[0], models, strict=True):
         for method, (colour, line) in LOOKS.items():
-            found = sorted(
+            points = sorted(
                 (row["batch"], 1000 * row["batch"] / row["ms"])
                 for row in rows
                 if (row["model"], row["method"]) == (model, method)
             )
-            if found:
-                axis.plot(*zip(*found, strict=True), line, color=colour, marker="o", label=method)
+            if points:
+                axis.plot(*zip(*points, strict=True), line, color=colour, marker="o", label=method)
         batches = sorted({row["batch"] for row in rows if row["model"] == model})
         axis.set(xscale="log", yscale="log", xlabel="micro-batch", title=TITLES[model])
-        axis.set_xticks(batches, labels=[str(each) for each in batches])
+        axis.set_xticks(batches, labels=[str(batch) for batch in batches])
         axis.minorticks_off()
     axes[0][0].set_ylabel("samples a second")
     axes[0][0].legend(fontsize="small")

@@ -36,13 +36,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
 }
 BATCHES = (4, 8, 16, 64, 128)
 METHODS = ("backprop", "backprop, compiled whole", "one branch", "branches", "eager")
-OPTIONS = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "fused": True}
+OPTIONS: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "fused": True}
 NUM_TO_FILL = 40  # ticks until the official pipeline is full, at 18 stages
 Step = Callable[[Tensor, Tensor], Any]
 
 
 class OneBranch(CudaGraphs):
-    """The same graphs without branches."""
+    """CUDA graphs without branches."""
 
     def lane(self, index: int) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -58,32 +58,34 @@ class OneBranch(CudaGraphs):
 
 
 def make_model(name: str, backward: str = "store") -> rd.Chain:
-    """A network for images of 32 pixels; convolutions like channels_last."""
+    """Return a network for images of 32 pixels; with convolutions, in channels_last."""
     model, options, _ = MODELS[name]
     chain = rd.create_model(
         model, num_classes=10, image_size=32, device="cuda", backward=backward, **options
     )
     chain.check_every = 0
-    return chain.to(memory_format=torch.channels_last) if "net" in model else chain
+    if "net" in model:
+        chain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return chain
 
 
 def make_data(name: str, batch: int) -> list[tuple[Tensor, Tensor]]:
-    """A few batches, each another."""
-    found = []
+    """Return a few different batches."""
+    batches = []
     for _ in range(4):
         x = torch.randn(batch, 3, 32, 32, device="cuda")
         x = x.to(memory_format=torch.channels_last) if "net" in name else x
-        found.append((x, torch.randint(10, (batch,), device="cuda")))
-    return found
+        batches.append((x, torch.randint(10, (batch,), device="cuda")))
+    return batches
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy in float32."""
+    """Return the cross-entropy in float32."""
     return F.cross_entropy(output.float(), target)
 
 
 def backprop(name: str, batch: int, compiled: bool, whole: bool = False) -> Step:
-    """A captured step of plain backprop."""
+    """Return a captured step of plain backprop."""
     chain = make_model(name)
     optimizer = torch.optim.SGD(chain.parameters(), lr=torch.tensor(0.01).cuda(), **OPTIONS)
     run: Any = chain
@@ -96,7 +98,7 @@ def backprop(name: str, batch: int, compiled: bool, whole: bool = False) -> Step
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             loss = loss_of(run(x), target)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return loss
 
@@ -106,19 +108,19 @@ def backprop(name: str, batch: int, compiled: bool, whole: bool = False) -> Step
 def pipeline(
     name: str, batch: int, compiled: bool, *, branches: bool = True, capture: bool = True
 ) -> Step:
-    """A pipeline that is full, its ticks captured unless said otherwise."""
+    """Return a tick of a full pipeline, captured by default."""
     pipe = rd.Pipeline(
         make_model(name),
         stages=MODELS[name][2],
         loss=loss_of,
-        # Noise teaches nothing: a rate at which nothing diverges.
+        # The data is noise: take a rate at which nothing diverges.
         optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=1e-6, **OPTIONS),
         capture=capture,
     )
     if compiled:
         pipe.compile(dynamic=False)
     if capture and not branches:
-        pipe._captured = CapturedRunner(pipe, partial(OneBranch, torch.device("cuda")))
+        pipe._execution = CapturedRunner(pipe, partial(OneBranch, torch.device("cuda")))
 
     def step(x: Tensor, target: Tensor) -> Any:
         with torch.autocast("cuda", torch.bfloat16):
@@ -127,14 +129,13 @@ def pipeline(
     data = make_data(name, batch)
     for tick in range((4 if capture else 2) * len(pipe.stages) + 20):
         step(*data[tick % len(data)])
-    if capture and not pipe._captured.is_active:
+    if capture and not pipe._execution.is_active:
         raise SystemExit(f"ticks of {name} at {batch} were not captured; the log says why")
-    step.pipe = pipe
     return step
 
 
-def make_steps(name: str, batch: int, given: argparse.Namespace) -> dict[str, Step]:
-    """The methods of one setting."""
+def make_steps(name: str, batch: int, args: argparse.Namespace) -> dict[str, Step]:
+    """Return the methods of one setting."""
     makers: dict[str, Callable[[bool], Step]] = {
         "backprop": partial(backprop, name, batch),
         "backprop, compiled whole": partial(backprop, name, batch, whole=True),
@@ -142,11 +143,11 @@ def make_steps(name: str, batch: int, given: argparse.Namespace) -> dict[str, St
         "branches": partial(pipeline, name, batch),
         "eager": partial(pipeline, name, batch, capture=False),
     }
-    steps = {each: makers[each](not given.uncompiled) for each in given.methods}
-    if given.peer_path and "revnet" in name:
+    steps = {method: makers[method](not args.uncompiled) for method in args.methods}
+    if args.peer_path and "revnet" in name:
         from peers import petra_tick
 
-        tick = petra_tick(given.peer_path, MODELS[name][0], batch, torch.device("cuda"))
+        tick = petra_tick(args.peer_path, MODELS[name][0], batch, torch.device("cuda"))
         data = make_data(name, batch)
         for index in range(NUM_TO_FILL):
             tick(*data[index % len(data)])
@@ -157,12 +158,13 @@ def make_steps(name: str, batch: int, given: argparse.Namespace) -> dict[str, St
 def take_turns(
     steps: dict[str, Step], data: list[tuple[Tensor, Tensor]], rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Milliseconds of each step, several at a time, in rounds; and those that the host took."""
+    """Time steps in rounds; return milliseconds of each, and those of the host."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
             num = 4 if name == "eager" or "official" in name else 40
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for index in range(2):
                 step(*data[index])
             torch.cuda.synchronize()
@@ -187,30 +189,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--peer-path", help="a clone of the official PETRA code")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.rounds} rounds")
-    found: list[dict[str, Any]] = []
-    for name in given.only:
-        for batch in given.batches:
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.rounds} rounds")
+    rows: list[dict[str, Any]] = []
+    for name in args.only:
+        for batch in args.batches:
             gc.collect()
             torch.cuda.empty_cache()
-            steps = make_steps(name, batch, given)
-            times = take_turns(steps, make_data(name, batch), given.rounds)
-            for method, each in times.items():
-                ordered = sorted(took for took, _ in each)
+            steps = make_steps(name, batch, args)
+            times = take_turns(steps, make_data(name, batch), args.rounds)
+            for method, pairs in times.items():
+                ordered = sorted(took for took, _ in pairs)
                 row = {
                     "model": name,
                     "batch": batch,
                     "method": method,
                     "ms": median(ordered),
-                    "quartiles": [ordered[len(each) // 4], ordered[3 * len(each) // 4]],
-                    "host_ms": median(host for _, host in each),
+                    "quartiles": [ordered[len(pairs) // 4], ordered[3 * len(pairs) // 4]],
+                    "host_ms": median(host for _, host in pairs),
                 }
-                found.append(row)
+                rows.append(row)
                 times_of = f"{row['ms']:.3f} | {row['host_ms']:.3f}"
                 print(f"| {name} | {batch} | {method} | {times_of} |", flush=True)
-            if given.out:
-                given.out.write_text(json.dumps(found, indent=1))
+            if args.out:
+                args.out.write_text(json.dumps(rows, indent=1))
             del steps
             torch._dynamo.reset()
 

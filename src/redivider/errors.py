@@ -18,10 +18,14 @@ class CaptureError(RuntimeError):
 class PipelineError(RuntimeError):
     """Failure of a pipeline over several processes; the message names the rank that failed."""
 
-    is_first = False
-    """True if no other process has reported it before."""
-    is_told = False
-    """True once it has been reported to the other processes."""
+    def __init__(self, message: str, *, is_first: bool = False) -> None:
+        super().__init__(message)
+        self.is_first = is_first
+        """True if no other process has reported it before."""
+
+
+class Agreed(Exception):
+    """Exception that all processes raise alike: none of them has failed."""
 
 
 class ChangedError(RuntimeError):

@@ -27,7 +27,7 @@ def test_the_code_of_the_readme_runs():
 
 def test_the_code_about_models_runs():
     names = run("docs/models.md")
-    assert all(each.grad is not None for each in names["model"].parameters())
+    assert all(param.grad is not None for param in names["model"].parameters())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own
@@ -47,4 +47,4 @@ def test_the_examples_of_the_guide_are_short():
     text = (ROOT / "docs" / "guide.md").read_text()
     examples = re.findall(r"\*\*The example\.\*\*.*?```python\n(.*?)```", text, re.DOTALL)
     assert len(examples) == 3
-    assert all(len([line for line in each.splitlines() if line]) <= 20 for each in examples)
+    assert all(len([line for line in example.splitlines() if line]) <= 20 for example in examples)

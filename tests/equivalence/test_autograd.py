@@ -1,6 +1,8 @@
 """A chain behaves in autograd, and under the tools around it, as a plain module does."""
 
 import copy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ BOUND = 1e-12
 
 
 def pair(backward: str, make=MLP, depth: int = 4, **options) -> tuple[rd.Chain, rd.Chain]:
-    """A chain, and a copy to be run plainly."""
+    """Return a chain, and a copy to be run by plain autograd."""
     chain = vector_chain(make, depth, backward=backward, **options).double()
     return chain, copy.deepcopy(chain)
 
@@ -32,7 +34,7 @@ def test_a_frozen_stem_still_trains_the_chain(backward):
         model[0].requires_grad_(False)
     weigh(chain(x)).backward()
     weigh(run_plainly(plain, x)).backward()
-    assert all(each.grad is not None for each in chain[2].parameters())
+    assert all(param.grad is not None for param in chain[2].parameters())
     assert worst_error(gradients(chain), gradients(plain)) <= BOUND
 
 
@@ -41,29 +43,35 @@ def test_autograd_grad_with_respect_to_parameters(backward):
     chain, plain = pair(backward)
     x = torch.randn(5, 6).double()
     for unit in (2, 3, 5):  # the first coupling, one in the middle, the last
-        got = torch.autograd.grad(weigh(chain(x)), list(chain[unit].parameters()))
+        grads = torch.autograd.grad(weigh(chain(x)), list(chain[unit].parameters()))
         true = torch.autograd.grad(weigh(run_plainly(plain, x)), list(plain[unit].parameters()))
-        for g, t in zip(got, true, strict=True):
-            assert torch.allclose(g, t, rtol=1e-10, atol=1e-13)
-    assert all(each.grad is None for each in chain.parameters())
+        for grad, expected in zip(grads, true, strict=True):
+            assert torch.allclose(grad, expected, rtol=1e-10, atol=1e-13)
+    assert all(param.grad is None for param in chain.parameters())
 
 
 @pytest.mark.parametrize("backward", REPLAYING)
 def test_hooks_on_parameters_fire_once_and_can_change_the_gradient(backward):
     chain, _ = pair(backward)
     fired: list[str] = []
+
+    def double(grad, name):
+        fired.append(name)
+        return grad * 2
+
     for name, parameter in chain.named_parameters():
-        parameter.register_hook(lambda grad, name=name: fired.append(name) or grad * 2)
+        parameter.register_hook(partial(double, name=name))
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(f"+{name}"))
     x = torch.randn(5, 6).double()
     weigh(chain(x)).backward()
     names = [name for name, _ in chain.named_parameters()]
     assert sorted(fired) == sorted([*names, *(f"+{name}" for name in names)])
-    doubled = {name: grad / 2 for name, grad in gradients(chain).items()}
+    grads: dict[str, Any] = gradients(chain)
+    halved = {name: grad / 2 for name, grad in grads.items()}
     plain = vector_chain(depth=4).double()
     plain.load_state_dict(chain.state_dict())
     weigh(run_plainly(plain, x)).backward()
-    assert worst_error(doubled, gradients(plain)) <= BOUND
+    assert worst_error(halved, gradients(plain)) <= BOUND
 
 
 @pytest.mark.parametrize("backward", REPLAYING)
@@ -73,9 +81,11 @@ def test_a_second_backward_is_refused_without_retain_graph_and_works_with_it(mak
     x = torch.randn(5, 6).double().requires_grad_()
     y = weigh(chain(x))
     y.backward(retain_graph=True)
-    once = {name: grad.clone() for name, grad in gradients(chain, x).items()}
+    grads: dict[str, Any] = gradients(chain, x)
+    once = {name: grad.clone() for name, grad in grads.items()}
     y.backward()
-    for name, grad in gradients(chain, x).items():
+    twice: dict[str, Any] = gradients(chain, x)
+    for name, grad in twice.items():
         assert torch.allclose(grad, 2 * once[name], rtol=1e-14), name
     with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
         y.backward()
@@ -162,7 +172,7 @@ class Shifted(nn.Linear):
 
     takes = ("shift",)
 
-    def forward(self, x, shift):
+    def forward(self, x, shift):  # type: ignore[override]
         return super().forward(x) + shift
 
 
@@ -180,15 +190,15 @@ def test_keywords_reach_the_units_that_take_them_and_their_gradients_come_back(b
     chain = rd.Chain(units, backward=backward).double()
     plain = copy.deepcopy(chain)
     x = torch.randn(5, 6).double()
-    found = []
+    grads = []
     for run in (chain, lambda x, **side: run_plainly(plain, x, **side)):
         torch.manual_seed(4)
         shift, cos, sin = (torch.randn(8).double().requires_grad_() for _ in range(3))
         side = {"shift": shift, "rotary": {"pair": (cos, sin)}, "flip": True, "unused": None}
         weigh(run(x, **side)).backward()
-        found.append({"shift": shift.grad, "cos": cos.grad, "sin": sin.grad})
+        grads.append({"shift": shift.grad, "cos": cos.grad, "sin": sin.grad})
     assert chain.takes == names
-    assert worst_error(*found) <= BOUND
+    assert worst_error(*grads) <= BOUND
     assert worst_error(gradients(chain), gradients(plain)) <= BOUND
 
 
@@ -282,7 +292,8 @@ def test_a_compiled_model_around_a_chain_agrees_with_eager(backward):
     model = Model().double()
     x = torch.randn(5, 6).double()
     weigh(model(x)).backward()
-    true = {name: grad.clone() for name, grad in gradients(model).items()}
+    grads: dict[str, Any] = gradients(model)
+    true = {name: grad.clone() for name, grad in grads.items()}
     model.zero_grad()
     compiled = torch.compile(model, backend="aot_eager")
     weigh(compiled(x)).backward()
@@ -313,7 +324,7 @@ def test_evaluation_without_grad_is_plain_enough_to_export():
 
 
 class Product(nn.Linear):
-    """Nothing but one product, so that work is easy to count."""
+    """One matrix product, so that FLOPs are easy to count."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width, bias=False)

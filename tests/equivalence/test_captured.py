@@ -1,4 +1,4 @@
-"""Recorded ticks: the same numbers as lockstep ones, whatever the order of the branches."""
+"""Recorded ticks compute the same numbers as lockstep ones, in any order of the branches."""
 
 import copy
 
@@ -10,7 +10,7 @@ from support.networks import MLP, Buffered, ConvNorm, Reading
 from support.oracle import equal
 from support.pipelines import batches, rate
 from support.tape import Tape
-from torch import nn
+from torch import Tensor, nn
 
 import redivider as rd
 from redivider.pipeline.diagnostics.memory import holdings
@@ -23,17 +23,20 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def few(monkeypatch):
-    """Record three phases where eight would show nothing more: recording them takes longest."""
+    """Record three phases instead of eight: recording takes longest, and three are enough."""
     monkeypatch.setattr("redivider.pipeline.runners.captured.NUM_PHASES", 3)
 
 
 def num_eager(stages, accumulate=1, latency=1):
-    """Ticks in lockstep: the pipeline fills, all stages update twice, and all in flight is new."""
+    """Return the number of ticks in lockstep before the first recording.
+
+    The pipeline fills, all stages update twice, and everything in flight is new.
+    """
     return 4 * latency * (stages - 1) + 2 * accumulate + 2
 
 
 def build_both(make, stages="auto", **options):
-    """Pipelines of the same model, recorded and not."""
+    """Return two pipelines of the same model, recorded and in lockstep."""
     pipes = []
     for recorded in (True, False):
         torch.manual_seed(0)
@@ -41,13 +44,13 @@ def build_both(make, stages="auto", **options):
             make(), stages=stages, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"], **options
         )
         if recorded:
-            pipe._captured = CapturedRunner(pipe, Tape)
+            pipe._execution = CapturedRunner(pipe, Tape)
         pipes.append(pipe)
     return pipes
 
 
 def around(f):
-    """A model about one coupling."""
+    """Return a model around one coupling."""
     units = [nn.Linear(5, 8), rd.Duplicate(), rd.Coupling(f), rd.Fuse(), nn.Linear(16, 3)]
     return rd.Chain(units).double()
 
@@ -63,8 +66,8 @@ def test_ticks_are_those_of_lockstep(stages, accumulate, latency):
         for recorded in (True, False)
     ]
     seen = [run(pipe, num_ticks) for pipe in pipes]
-    assert pipes[0]._captured.is_active
-    assert pipes[0]._captured._graphs.num_replays > 10
+    assert pipes[0]._execution.is_active
+    assert pipes[0]._execution._graphs.num_replays > 10
     assert equal(*seen)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
     ends = [[(t.microbatch, t.loss, t.aux) for t in pipe.flush()] for pipe in pipes]
@@ -81,7 +84,7 @@ def test_methods_and_optimizers(method, optimizer):
         for recorded in (True, False)
     ]
     assert equal(*[run(pipe, num_eager(3, 2) + 12) for pipe in pipes])
-    assert pipes[0]._captured.is_active
+    assert pipes[0]._execution.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
@@ -106,12 +109,12 @@ def test_clipping_look_ahead_and_rates(stages, accumulate, options):
     plain = build(CUTS[stages], accumulate=accumulate, recorded=False)
     num = num_eager(stages, accumulate) + 11  # a cycle of phases, and more
     seen = [run(pipe, num) for pipe in (*pipes, plain)]
-    assert pipes[0]._captured.is_active
+    assert pipes[0]._execution.is_active
     assert equal(*seen[:2])
     assert not equal(*seen[1:])
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())  # and this ends the recording
     assert equal(*[run(pipe, 13, start=num) for pipe in pipes])
-    assert pipes[0]._captured.is_active
+    assert pipes[0]._execution.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
@@ -126,24 +129,24 @@ def test_states_flushes_and_other_shapes_in_the_middle(stages, accumulate):
     for pipe in pipes:
 
         def is_active(pipe=pipe):
-            return pipe is pipes[1] or pipe._captured.is_active
+            return pipe is pipes[1] or pipe._execution.is_active
 
-        found = run(pipe, 27)
+        ticks = run(pipe, 27)
         assert is_active()
         tick = pipe.step(*odd)
-        found.append((tick.microbatch, tick.loss, tick.aux))
-        found += run(pipe, 19, start=27)
+        ticks.append((tick.microbatch, tick.loss, tick.aux))
+        ticks += run(pipe, 19, start=27)
         assert is_active()
         state = pipe.state_dict()
-        found += run(pipe, 5, start=46)
+        ticks += run(pipe, 5, start=46)
         assert is_active()
         pipe.load_state_dict(state)
-        found += run(pipe, 18, start=46)
+        ticks += run(pipe, 18, start=46)
         assert is_active()
-        found += [(t.microbatch, t.loss, t.aux) for t in pipe.flush()]
-        found += run(pipe, 30, start=64)
+        ticks += [(t.microbatch, t.loss, t.aux) for t in pipe.flush()]
+        ticks += run(pipe, 30, start=64)
         assert is_active()
-        seen.append(found)
+        seen.append(ticks)
     assert equal(*seen)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
@@ -151,34 +154,35 @@ def test_states_flushes_and_other_shapes_in_the_middle(stages, accumulate):
 @pytest.mark.usefixtures("few")
 def test_the_order_of_the_branches_does_not_matter():
     ends = [run(build(CUTS[5], seed=seed), num_eager(5) + 12) for seed in range(3)]
-    assert all(equal(ends[0], each) for each in ends[1:])
+    assert all(equal(ends[0], end) for end in ends[1:])
 
 
 @pytest.mark.usefixtures("few")
 def test_a_loss_that_is_not_a_number_is_reported_and_no_update_follows():
     pipe = build(CUTS[5])
     run(pipe, 23)
-    assert pipe._captured.is_active
+    assert pipe._execution.is_active
     bad = (torch.full((4, 5), torch.nan).double(), torch.zeros(4, dtype=torch.long))
     weights = []
     with pytest.raises(FloatingPointError, match=r"micro-batch 23 is not a number"):
         for number in range(60):
             tick = pipe.step(*(bad if number == 0 else next(batches(1, seed=number))))
-            if tick.microbatch >= 23:  # it has met its loss; the host has not heard of it
+            # The loss is computed, but the host has not seen it yet.
+            if tick.microbatch >= 23:
                 assert tick.loss.isnan() == (tick.microbatch == 23)
                 weights.append(copy.deepcopy(pipe._chain.state_dict()))
-    assert len(weights) > 2 and all(equal(weights[0], each) for each in weights)
-    assert all(each.isfinite().all() for each in weights[0].values())
-    for go_on in (lambda: pipe.step(*next(batches(1))), pipe.flush):
+    assert len(weights) > 2 and all(equal(weights[0], copied) for copied in weights)
+    assert all(weight.isfinite().all() for weight in weights[0].values())
+    for action in (lambda: pipe.step(*next(batches(1))), pipe.flush):
         with pytest.raises(RuntimeError, match="was stopped"):
-            go_on()
+            action()
 
 
 @pytest.mark.usefixtures("few")
 def test_a_fault_that_is_heard_of_at_a_flush_stops_the_pipeline():
     pipe = build(CUTS[3])
     run(pipe, 17)
-    assert pipe._captured.is_active
+    assert pipe._execution.is_active
     pipe.step(torch.full((4, 5), torch.inf).double(), torch.zeros(4, dtype=torch.long))
     run(pipe, 3, start=17)
     with pytest.raises(FloatingPointError, match=r"micro-batch 17"):
@@ -200,14 +204,17 @@ def test_what_cannot_be_recorded_has_a_reason(options, reason):
     options = {"optimizer": OPTIMIZERS["sgd"], **options}
     against = reason_against(rd.Pipeline(network(), stages=3, loss=F.cross_entropy, **options))
     assert (against is None) == (reason is None)
-    assert reason is None or reason in against
+    if reason is not None:
+        assert against is not None and reason in against
 
 
 def test_rates_that_would_lose_bits_are_a_reason():
     """Fused kernels of a GPU read float32; the meta device stands for one."""
     pipe = rd.Pipeline(network(), stages=3, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"])
     pipe.stages[1].module.to("meta")
-    assert "rates would be torch.float32, weights torch.float64" in reason_against(pipe)
+    against = reason_against(pipe)
+    assert against is not None
+    assert "rates would be torch.float32, weights torch.float64" in against
     pipe.stages[1].module.float()
     assert reason_against(pipe) is None
 
@@ -217,11 +224,11 @@ def test_what_is_held_is_counted_as_in_lockstep():
     pipes = [build(CUTS[3], recorded=recorded) for recorded in (True, False)]
     for pipe in pipes:
         run(pipe, 23)
-    assert pipes[0]._captured.is_active
+    assert pipes[0]._execution.is_active
     ours, theirs = (holdings(pipe) for pipe in pipes)
-    assert not pipes[0]._captured.is_active  # what lay about since the recording is not counted
-    assert [each.activations for each in ours] == [each.activations for each in theirs]
-    # What comes back from graphs shares no memory.
+    assert not pipes[0]._execution.is_active  # memory left over from the recording is not counted
+    assert [held.activations for held in ours] == [held.activations for held in theirs]
+    # Messages copied back from graphs share no memory.
     assert all(a.messages >= b.messages > 0 for a, b in zip(ours, theirs, strict=True))
     assert equal(*[run(pipe, 12, start=23) for pipe in pipes])
 
@@ -241,8 +248,8 @@ def test_few_phases(accumulate, monkeypatch):
     monkeypatch.setattr("redivider.pipeline.runners.captured.NUM_PHASES", 1)
     pipes = [build(CUTS[3], accumulate=accumulate, recorded=r) for r in (True, False)]
     assert equal(*[run(pipe, num_eager(3, accumulate) + 10) for pipe in pipes])
-    assert pipes[0]._captured.is_active
-    assert pipes[0]._captured._num_phases == max(2, accumulate)
+    assert pipes[0]._execution.is_active
+    assert pipes[0]._execution._num_phases == max(2, accumulate)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
@@ -250,8 +257,8 @@ def test_units_that_move_their_buffers_stay_in_lockstep(caplog):
     caplog.set_level("WARNING", "redivider")  # a command line shows these
     pipes = build_both(lambda: around(Buffered(8)))
     assert equal(*[run(pipe, 30) for pipe in pipes])
-    assert not pipes[0]._captured.is_active
-    said = [each.message for each in caplog.records if "not captured" in each.message]
+    assert not pipes[0]._execution.is_active
+    said = [record.message for record in caplog.records if "not captured" in record.message]
     assert len(said) == 1 and "unit 2" in said[0] and "buffers" in said[0]
 
 
@@ -270,11 +277,11 @@ def test_settings_changed_between_ticks_are_heeded(what):
 
     pipes = [build(CUTS[3], recorded=recorded) for recorded in (True, False)]
     seen = [run(pipe, 17) for pipe in pipes]
-    assert pipes[0]._captured.is_active
-    for pipe, found in zip(pipes, seen, strict=True):
+    assert pipes[0]._execution.is_active
+    for pipe, ticks in zip(pipes, seen, strict=True):
         change(pipe)
-        found += run(pipe, 18, start=17)
-    assert pipes[0]._captured.is_active
+        ticks += run(pipe, 18, start=17)
+    assert pipes[0]._execution.is_active
     assert equal(*seen)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
@@ -286,30 +293,28 @@ def test_targets_that_may_change_behind_our_backs_are_not_captured():
 
     loss = lambda output, opaque: F.cross_entropy(output, opaque.target)  # noqa: E731
     pipe = rd.Pipeline(network(), stages=3, loss=loss, optimizer=OPTIMIZERS["sgd"])
-    pipe._captured = CapturedRunner(pipe, Tape)
+    pipe._execution = CapturedRunner(pipe, Tape)
     for x, target in batches(20):
         pipe.step(x, Opaque(target))
-    assert not pipe._captured.is_active
+    assert not pipe._execution.is_active
 
 
 def test_a_parameter_that_trains_later_gets_its_momentum():
-    found = []
+    weights = []
     for fused in (True, False):
+
+        def optimizer(stage, fused=fused):
+            params = stage.parameters()
+            return torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=fused, foreach=False)
+
         model = network()
         first = next(model.parameters()).requires_grad_(False)
-        pipe = rd.Pipeline(
-            model,
-            stages=3,
-            loss=F.cross_entropy,
-            optimizer=lambda stage, fused=fused: torch.optim.SGD(
-                stage.parameters(), lr=0.05, momentum=0.9, fused=fused, foreach=False
-            ),
-        )
+        pipe = rd.Pipeline(model, stages=3, loss=F.cross_entropy, optimizer=optimizer)
         for number, (x, target) in enumerate(batches(20)):
             first.requires_grad_(number >= 10)
             pipe.step(x, target)
-        found.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
-    assert torch.allclose(*found, rtol=1e-10)
+        weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    assert torch.allclose(weights[0], weights[1], rtol=1e-10)
 
 
 @pytest.mark.usefixtures("few")
@@ -317,15 +322,15 @@ def test_optimizers_with_hooks_stay_in_lockstep(caplog):
     caplog.set_level("INFO", "redivider")
     pipes = [build(CUTS[3], recorded=recorded) for recorded in (True, False)]
     seen = [run(pipe, 17) for pipe in pipes]
-    assert pipes[0]._captured.is_active
-    for pipe, found in zip(pipes, seen, strict=True):
+    assert pipes[0]._execution.is_active
+    for pipe, ticks in zip(pipes, seen, strict=True):
         pipe.stages[1].optimizer.register_step_post_hook(
             lambda optimizer, *_: [
-                each.data.mul_(0.99) for each in optimizer.param_groups[0]["params"]
+                param.data.mul_(0.99) for param in optimizer.param_groups[0]["params"]
             ]
         )
-        found += run(pipe, 15, start=17)
-    assert not pipes[0]._captured.is_active
+        ticks += run(pipe, 15, start=17)
+    assert not pipes[0]._execution.is_active
     assert equal(*seen)
     assert "stage 1 has hooks" in caplog.text
 
@@ -342,7 +347,7 @@ class Normed(nn.Module):
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("first", [rd.Duplicate(), nn.Identity()])
 def test_inputs_that_go_on_as_they_are(first):
-    """The next input comes to where the last one was, which the second stage still reads."""
+    """The next input overwrites the last one, which the second stage still reads."""
     ends = [rd.Fuse()] if isinstance(first, rd.Duplicate) else []
 
     def make():
@@ -354,7 +359,7 @@ def test_inputs_that_go_on_as_they_are(first):
     stages = [1] * len(ends) + [1, 1, 2, 1]
     pipes = build_both(make, stages=stages)
     assert equal(*[run(pipe, num_eager(len(stages)) + 10) for pipe in pipes])
-    assert pipes[0]._captured.is_active
+    assert pipes[0]._execution.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
@@ -363,8 +368,8 @@ def test_a_tick_that_cannot_be_recorded_stays_in_lockstep(caplog):
     pipes = build_both(lambda: around(Reading()))
     assert equal(*[run(pipe, 30) for pipe in pipes])
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
-    assert not pipes[0]._captured.is_active
-    said = [each.message for each in caplog.records if "not captured" in each.message]
+    assert not pipes[0]._execution.is_active
+    said = [record.message for record in caplog.records if "not captured" in record.message]
     assert len(said) == 1
     assert "the host reads a number" in said[0] and "stage 2, unit 2" in said[0]
 
@@ -375,21 +380,21 @@ def test_batch_norm_under_autocast_with_weights_cast_once():
         couplings = [rd.Coupling(ConvNorm(4)) for _ in range(2)]
         stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), rd.Split(dim=1))
         units = [stem, *couplings, rd.Fuse("concat", dim=1), nn.Flatten(), nn.Linear(72, 3)]
-        return rd.Chain(units).to(memory_format=torch.channels_last)
+        return rd.Chain(units).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     pipes = build_both(make, lr_lambda=rate)
-    losses: list[list[torch.Tensor]] = [[], []]
+    losses: list[list[Tensor | None]] = [[], []]
     for index in range(40):
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(4, 3, 5, 5, generator=generator)
         target = torch.randint(3, (4,), generator=generator)
-        for pipe, found in zip(pipes, losses, strict=True):
-            if index == 33:  # between two updates, by somebody else
+        for pipe, own in zip(pipes, losses, strict=True):
+            if index == 33:  # the caller changes a weight between two updates
                 with torch.no_grad():
                     next(pipe._chain.parameters()).mul_(0.9)
             with torch.autocast("cpu", torch.bfloat16):
-                found.append(pipe.step(x, target).loss)
-    assert pipes[0]._captured.is_active
+                own.append(pipe.step(x, target).loss)
+    assert pipes[0]._execution.is_active
     assert equal(*losses)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
     counted = pipes[0]._chain[0][1].num_batches_tracked
@@ -397,16 +402,16 @@ def test_batch_norm_under_autocast_with_weights_cast_once():
 
 
 def run_cast(pipes, number, dtype_at, change_at=()):
-    """Losses of both under autocast; their weights are halved before some ticks."""
-    losses = [[], []]
+    """Return the losses of both under autocast; halve their weights before some ticks."""
+    losses: list[list[Tensor | None]] = [[], []]
     for index, (x, target) in enumerate(batches(number)):
-        for pipe, found in zip(pipes, losses, strict=True):
+        for pipe, own in zip(pipes, losses, strict=True):
             if index in change_at:
                 with torch.no_grad():
-                    for each in pipe._chain.parameters():
-                        each.mul_(0.5)
+                    for param in pipe._chain.parameters():
+                        param.mul_(0.5)
             with torch.autocast("cpu", dtype_at(index)):
-                found.append(pipe.step(x.float(), target).loss)
+                own.append(pipe.step(x.float(), target).loss)
     return losses
 
 
@@ -414,7 +419,7 @@ def run_cast(pipes, number, dtype_at, change_at=()):
 def test_a_tick_under_another_autocast():
     pipes = build_both(lambda: around(MLP(8)).float())
     losses = run_cast(pipes, 40, lambda n: torch.float16 if n == 24 else torch.bfloat16)
-    assert pipes[0]._captured.is_active
+    assert pipes[0]._execution.is_active
     assert equal(*losses)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
@@ -440,7 +445,7 @@ def test_adam_is_made_what_a_capture_asks_for():
 
 @pytest.mark.usefixtures("few")
 def test_updates_wait_for_the_forward_of_their_stage():
-    """Both read the weights; only the backward's branch goes on to the update."""
+    """Both read the weights; only the branch of the backward continues with the update."""
     order = []
 
     class Watched(Tape):
@@ -449,7 +454,7 @@ def test_updates_wait_for_the_forward_of_their_stage():
             super().wait(lane, other)
 
     pipe = build(CUTS[3])
-    pipe._captured = CapturedRunner(pipe, Watched)
+    pipe._execution = CapturedRunner(pipe, Watched)
     run(pipe, num_eager(3) + 1)
     assert {(3, 0), (4, 1)} <= set(order)
 
@@ -458,14 +463,14 @@ def test_the_number_of_graphs_is_what_accumulation_needs():
     for accumulate, num in ((1, 8), (2, 8), (3, 9), (9, 9)):
         pipe = build(CUTS[2], accumulate=accumulate)
         run(pipe, num_eager(2, accumulate) + 1)
-        assert len(pipe._captured._phases) == num
+        assert len(pipe._execution._phases) == num
 
 
 def test_the_first_step_of_an_optimizer_is_not_recorded():
-    """It makes the optimizer's state: a replay would make it again."""
+    """It creates the optimizer's state, which a replay would create again."""
     pipes = [build(CUTS[2], accumulate=9, recorded=recorded) for recorded in (True, False)]
     assert equal(*[run(pipe, num_eager(2, 9) + 20) for pipe in pipes])
-    assert pipes[0]._captured.is_active
+    assert pipes[0]._execution.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
@@ -480,12 +485,12 @@ def test_rates_that_somebody_sets_are_those_of_recorded_ticks():
     for index, (x, target) in enumerate(batches(32)):
         losses = [pipe.step(x, target).loss for pipe in pipes]
         assert equal(*losses)
-        for each in schedulers if index > 4 else ():  # all have updated
-            each.step()
+        for scheduler in schedulers if index > 4 else ():  # all have updated
+            scheduler.step()
         if index == 20:  # a number instead of a tensor
             for pipe in pipes:
                 pipe.stages[1].optimizer.param_groups[0]["lr"] = 0.01
-    assert pipes[0]._captured.is_active
+    assert pipes[0]._execution.is_active
     states = [pipe.full_state_dict() for pipe in pipes]
     assert equal(*states)
     assert float(pipes[0].stages[1].optimizer.param_groups[0]["lr"]) < 0.01

@@ -1,6 +1,7 @@
 """DDP and FSDP2 over two processes: gradients equal those of one process on the joined batch."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -29,48 +30,51 @@ def build(backward: str) -> rd.Chain:
 
 
 def batches(rank: int, number: int) -> list[torch.Tensor]:
-    """Other samples in every process and every batch."""
+    """Return batches of samples that differ by process and by batch."""
     return [
         torch.randn(BATCH, 5, 6, generator=torch.Generator().manual_seed(10 * rank + i)).double()
         for i in range(number)
     ]
 
 
-def expected(number: int) -> dict[str, torch.Tensor]:
-    """Plain autograd in one process: the mean over processes of the summed gradients."""
+def expected(number: int) -> dict[str, torch.Tensor | None]:
+    """Return the mean over processes of the summed gradients, by plain autograd in one process."""
     chain = build("store")
     for rank in range(2):
         for x in batches(rank, number):
             (weigh(run_plainly(chain, x)) / 2).backward()
-    return {name: each.grad for name, each in chain.named_parameters()}
+    return {name: param.grad for name, param in chain.named_parameters()}
 
 
 def prepare_ahead() -> None:
     """Let chains of this process use the engine of "overlap" on the CPU."""
     cpu = torch.device("cpu")
-    Strategy.make_overlap = lambda self, x: OnTheCpu(cpu) if self.overlaps else None
+    Strategy.make_overlap = lambda self, x: (  # type: ignore[method-assign]
+        OnTheCpu(cpu) if self.overlaps else None
+    )
 
 
 def ddp_variants(rank: int) -> dict[str, float]:
     errors = {}
+    variants: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
     prepare_ahead()
     for backward in ("reverse", "checkpoint", "overlap"):
-        for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        for options in variants:
             model = DistributedDataParallel(build(backward), **options)
             for _ in range(2):  # a static graph is learned in the first step and used in the second
                 model.zero_grad()
                 (x,) = batches(rank, 1)
                 weigh(model(x)).backward()
-            got = {name: each.grad for name, each in model.module.named_parameters()}
-            errors[f"{backward} {options}"] = worst_error(got, expected(1))
+            grads = {name: param.grad for name, param in model.module.named_parameters()}
+            errors[f"{backward} {options}"] = worst_error(grads, expected(1))
         model = DistributedDataParallel(build(backward))
         errors[f"{backward} spare"] = spare_parameter(rank, backward)
         first, second = batches(rank, 2)
         with model.no_sync():
             weigh(model(first)).backward()
         weigh(model(second)).backward()
-        got = {name: each.grad for name, each in model.module.named_parameters()}
-        errors[f"{backward} no_sync"] = worst_error(got, expected(2))
+        grads = {name: param.grad for name, param in model.module.named_parameters()}
+        errors[f"{backward} no_sync"] = worst_error(grads, expected(2))
     return errors
 
 
@@ -91,11 +95,13 @@ def spare_parameter(rank: int, backward: str) -> float:
     for _ in range(2):
         model.zero_grad()
         weigh(model((x, x))).backward()
-    for each in (x, other):
-        (weigh(run_plainly(plain, (each, each))) / 2).backward()
+    for batch in (x, other):
+        (weigh(run_plainly(plain, (batch, batch))) / 2).backward()
     used = [name for name, _ in chain.named_parameters() if "spare" not in name]
-    got, true = (dict(m.named_parameters()) for m in (chain, plain))
-    return worst_error({n: got[n].grad for n in used}, {n: true[n].grad for n in used})
+    grads, true = (
+        {name: model.get_parameter(name).grad for name in used} for model in (chain, plain)
+    )
+    return worst_error(grads, true)
 
 
 def sharded_couplings(rank: int) -> dict[str, float]:
@@ -113,15 +119,15 @@ def sharded_couplings(rank: int) -> dict[str, float]:
                 chain.zero_grad()
                 (x,) = batches(rank, 1)
                 weigh(chain(x)).backward()
-            got = {
-                name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
-                for name, each in chain.named_parameters()
+            grads = {
+                name: param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+                for name, param in chain.named_parameters()
             }
             true = expected(1)
             if backward == "checkpoint":  # stem and head are not sharded: nobody averages them
-                got = {name: each for name, each in got.items() if ".f." in name}
-                true = {name: each for name, each in true.items() if ".f." in name}
-            errors[f"{backward} reshard={reshard}"] = worst_error(got, true)
+                grads = {name: grad for name, grad in grads.items() if ".f." in name}
+                true = {name: grad for name, grad in true.items() if ".f." in name}
+            errors[f"{backward} reshard={reshard}"] = worst_error(grads, true)
     return errors
 
 
@@ -134,7 +140,7 @@ def sharded_f(rank: int) -> dict[str, str]:
                 fully_shard(unit.f)
         with pytest.raises(ValueError) as raised:
             chain(batches(rank, 1)[0])
-        assert all(each.grad is None for each in chain.parameters())
+        assert all(param.grad is None for param in chain.parameters())
         messages[backward] = str(raised.value)
     return messages
 

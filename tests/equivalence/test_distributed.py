@@ -1,6 +1,7 @@
-"""A pipeline over processes: the numbers of one process, to the last bit."""
+"""A pipeline over processes computes the numbers of one process, to the last bit."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +31,9 @@ over_all_backends = pytest.mark.parametrize("backend", ["gloo", *ordered.MODES])
 
 @over_all_backends
 def test_two_processes(backend, tmp_path):
-    settings = [{"method": method} for method in METHODS] if backend == "gloo" else []
-    settings += [
+    methods = METHODS if backend == "gloo" else ()
+    settings: list[dict[str, Any]] = [
+        *({"method": method} for method in methods),
         {"accumulate": 3, "latency": 2},
         {"stages": [1, 2, 3, 1, 2], "accumulate": 3, "latency": 3},
         {"arithmetic": "fixed", "clip_norm": 0.5, "clip_over": "all"},
@@ -99,37 +101,37 @@ def test_replicas(norm, backend, tmp_path):
 
 
 def count_bytes(rank, dtypes):
-    found = []
+    counts = []
     for dtype in dtypes:
         pipe = rd.DistributedPipeline(model(), **options(message_dtype=dtype))
         for n in range(10):
             pipe.step(*batch(n)[:2])
-        found.append(pipe.num_bytes_sent)
+        counts.append(pipe.num_bytes_sent)
         finish(pipe)
         pipe.close()
-    return found
+    return counts
 
 
 def test_bytes_are_those_of_the_formula(tmp_path):
     """Two streams upwards; the same, and their gradients, downwards."""
     sizes = {None: 4, torch.bfloat16: 2, torch.int8: 1}
-    found = launch(count_bytes, tmp_path, list(sizes), world_size=3)
-    for (dtype, size), *ours in zip(sizes.items(), *found, strict=True):
+    counts = launch(count_bytes, tmp_path, list(sizes), world_size=3)
+    for (dtype, size), *ours in zip(sizes.items(), *counts, strict=True):
         stream = 4 * 6 * 8 * size + (4 * 4 if dtype == torch.int8 else 0)  # and a scale a sample
         # Of three stages in ten ticks: 10 and 9 upwards, 7 and 8 downwards.
         assert ours == [10 * 2 * stream, (9 * 2 + 7 * 4) * stream, 8 * 4 * stream]
 
 
 def on_meta(rank):
-    before = sum(each.numel() for each in gc_tensors())
+    before = sum(tensor.numel() for tensor in gc_tensors())
     net = rd.create_model("rev_gpt_nano", device="meta", context=16, vocabulary=50)
     if rank == 2:  # the head is in the loss, and gets the weights of its name in the model
         materialise(dict(list(net.named_children())[-1:]), seed=3)
     pipe = rd.DistributedPipeline(
         net[:-1], loss=rd.ChunkedCrossEntropy(net[-1]), optimizer=sgd, seed=3, share_loss=True
     )
-    own = sum(each.numel() for each in gc_tensors()) - before
-    total = sum(each.numel() for each in net.parameters())
+    own = sum(tensor.numel() for tensor in gc_tensors()) - before
+    total = sum(param.numel() for param in net.parameters())
     losses = []
     for n in range(8):
         tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(n))
@@ -141,14 +143,14 @@ def on_meta(rank):
 
 def gc_tensors():
     gc.collect()
-    found = [each for each in gc.get_objects() if torch.is_tensor(each) and not each.is_meta]
-    return {each.untyped_storage().data_ptr(): each for each in found if each.numel()}.values()
+    tensors = [obj for obj in gc.get_objects() if torch.is_tensor(obj) and not obj.is_meta]
+    return {t.untyped_storage().data_ptr(): t for t in tensors if t.numel()}.values()
 
 
 def test_a_model_without_memory_is_given_some_where_its_stages_are(tmp_path):
     torch.set_num_threads(1)
-    found = launch(on_meta, tmp_path, world_size=3)
-    parts = [part for part, *_ in found]
+    results = launch(on_meta, tmp_path, world_size=3)
+    parts = [part for part, *_ in results]
     assert max(parts) < 0.8 and sum(parts) == pytest.approx(1, abs=0.02), parts
     net = rd.create_model("rev_gpt_nano", seed=3, context=16, vocabulary=50)
     pipe = rd.Pipeline(
@@ -159,15 +161,15 @@ def test_a_model_without_memory_is_given_some_where_its_stages_are(tmp_path):
         tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(n))
         tick = pipe.step(tokens, tokens)
         losses.append(None if tick.loss is None else float(tick.loss))
-    for _, each, _, _ in found:
-        assert each == losses
+    for _, own_losses, _, _ in results:
+        assert own_losses == losses
     weights = pipe.full_state_dict()
-    for _, _, full, _ in found:
+    for _, _, full, _ in results:
         assert equal(full, weights)
 
 
 class Either(nn.Module):
-    """Uses one of two weights, and gives more than tensors."""
+    """Uses one of two weights, and returns more than tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,9 +196,9 @@ def choose(rank):
 
 
 def test_replicas_that_use_different_weights(tmp_path):
-    found = launch(choose, tmp_path, world_size=4)
-    for weights, output in found:
-        assert all(torch.equal(weights[name], found[0][0][name]) for name in weights)
+    results = launch(choose, tmp_path, world_size=4)
+    for weights, output in results:
+        assert all(torch.equal(weights[name], results[0][0][name]) for name in weights)
         assert output["none"] is None and output["number"] == 3 and output["scores"].shape == (4, 3)
 
 
@@ -207,20 +209,20 @@ def backwards(rank):
     weights = pipe.full_state_dict()
     x, _, mask = batch(99)
     output = pipe.evaluate(x, **({"mask": mask} if rank == 1 else {}))
-    pipe.close()  # with things in flight
+    pipe.close()  # with micro-batches in flight
     return losses, output, weights
 
 
 def test_a_mesh_in_another_order(tmp_path):
     torch.set_num_threads(1)
-    found = launch(backwards, tmp_path, world_size=2)
+    results = launch(backwards, tmp_path, world_size=2)
     pipe = rd.Pipeline(model(), stages=2, **options())
     losses = run(pipe, 0, 12)
-    assert [loss.item() for _, loss in found[0][0]] == [loss.item() for _, loss in losses]
+    assert [loss.item() for _, loss in results[0][0]] == [loss.item() for _, loss in losses]
     weights = pipe.full_state_dict()
-    for _, _, full in found:
+    for _, _, full in results:
         assert equal(full, weights)
-    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def odd_ones(rank, folder):
@@ -229,18 +231,18 @@ def odd_ones(rank, folder):
         pipe.load(folder / "nowhere")
     (folder / "file").touch()
     with pytest.raises((OSError, ValueError), match="file"):
-        pipe.save(folder / "file" / "state")  # and they go on
+        pipe.save(folder / "file" / "state")  # and all ranks continue
     with pytest.raises(ValueError, match=r"use rd\.Pipeline"):
         pipe.probe()
     tick = pipe.step(*batch(0)[:2])
-    assert rank or (tick.loss is None and "rank 1" in tick.reason)
+    assert rank or (tick.loss is None and tick.reason is not None and "rank 1" in tick.reason)
     pipe.close()  # else this process may end before the other one has sent
     return repr(pipe)
 
 
 def test_what_is_elsewhere_is_said(tmp_path):
-    found = launch(odd_ones, tmp_path, tmp_path, world_size=2)
-    assert "rank 0" in found[0] and "DistributedPipeline" in found[1]
+    texts = launch(odd_ones, tmp_path, tmp_path, world_size=2)
+    assert "rank 0" in texts[0] and "DistributedPipeline" in texts[1]
 
 
 def test_without_other_processes_it_says_how_to_start_them():

@@ -1,4 +1,4 @@
-"""Every family: the same gradients by every backward, inverses, pipelines, and it trains."""
+"""Every family: equal gradients in every backward, inverses, pipelines, and training."""
 
 import copy
 import os
@@ -16,7 +16,7 @@ from redivider.models.summary import summarise
 
 
 def test_every_family_has_a_row():
-    assert {resolve(name)[0].prefix for name in NAMES} == {each.prefix for each in FAMILIES}
+    assert {resolve(name)[0].prefix for name in NAMES} == {family.prefix for family in FAMILIES}
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_loss_and_gradients_are_those_of_plain_autograd(name, options, backward)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), [each for each in EACH if "rev" in each[0]])
+@pytest.mark.parametrize(("name", "options"), [case for case in EACH if "rev" in case[0]])
 def test_least_is_kept_where_junctions_keep_their_input_alone(name, options):
     kept = summarise(name, also=("checkpoint", "reverse", "reverse-checkpoint"), **options).kept
     least = kept.pop("reverse-checkpoint")
@@ -68,7 +68,7 @@ def test_every_coupling_is_inverted(name, options):
 @pytest.mark.parametrize(("name", "options"), EACH)
 def test_it_runs_through_a_pipeline(name, options):
     model = rd.create_model(name, **options)
-    before = {key: each.clone() for key, each in model.state_dict().items()}
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     pipe = rd.Pipeline(
         model,
         stages=4,
@@ -79,10 +79,10 @@ def test_it_runs_through_a_pipeline(name, options):
         accumulate=2,
     )
     torch.manual_seed(0)
-    made = resolve(name, **options)[1]
+    resolved = resolve(name, **options)[1]
     losses = []
     for n in range(16):
-        x = made.example(4)
+        x = resolved.example(4)
         target = x if is_text(name) else torch.randint(10, (4,))
         tick = pipe.step(x, target)
         assert tick.microbatch == (n - 3 if n >= 3 else None)
@@ -90,15 +90,15 @@ def test_it_runs_through_a_pipeline(name, options):
     pipe.flush()
     assert len(losses) == 13 and all(torch.tensor(losses).isfinite())
     parameters = model.named_parameters()
-    same = [key for key, each in parameters if torch.equal(each, before[key])]
-    same = [key for key in same if not key.endswith("conv.bias")]  # batch norm takes it away again
+    same = [key for key, param in parameters if torch.equal(param, before[key])]
+    same = [key for key in same if not key.endswith("conv.bias")]  # batch norm cancels it
     assert not same, f"these were not trained: {same}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), EACH)
 def test_it_learns_a_batch_of_real_data(name, options):
-    """Digits; for language models bytes of a text in $REDIVIDER_DATA, or else of the licence."""
+    """Train on digits; language models on bytes of a text in $REDIVIDER_DATA or of the licence."""
     options = {key: value for key, value in options.items() if "drop" not in key}
     if "net" not in name:
         options["width"] = 32
@@ -122,9 +122,9 @@ def _digits():
 
 
 def _text(context, masked):
-    given = Path(os.environ.get("REDIVIDER_DATA", "/nowhere")) / "tinyshakespeare" / "input.txt"
+    stored = Path(os.environ.get("REDIVIDER_DATA", "/nowhere")) / "tinyshakespeare" / "input.txt"
     licence = Path(__file__).parents[2] / "LICENSE"
-    text = (given if given.exists() else licence).read_bytes()
+    text = (stored if stored.exists() else licence).read_bytes()
     tokens = torch.frombuffer(bytearray(text[: 8 * (context + 1)]), dtype=torch.uint8).long()
     rows = tokens.view(8, context + 1)
     if masked:
@@ -135,8 +135,8 @@ def _text(context, masked):
 
 
 def _unsettle(model):
-    """Move the weights off their first values: zeros and ones hide mistakes."""
+    """Move the weights off their initial values, because zeros and ones hide mistakes."""
     torch.manual_seed(0)
     with torch.no_grad():
-        for each in model.parameters():
-            each.add_(0.1 * torch.randn_like(each))
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn_like(param))

@@ -31,7 +31,7 @@ TOKENS = {
 
 
 def compare(chain: rd.Chain, x: torch.Tensor, **side: torch.Tensor) -> None:
-    """Run the chain and plain autograd from the same state; compare all that they leave."""
+    """Run the chain and plain autograd from the same state; compare outputs, gradients, buffers."""
     plain = copy.deepcopy(chain)
     x_plain = x.clone().requires_grad_()
     x = x.clone().requires_grad_()
@@ -41,10 +41,10 @@ def compare(chain: rd.Chain, x: torch.Tensor, **side: torch.Tensor) -> None:
     after_plain = torch.get_rng_state()
 
     torch.set_rng_state(state)
-    got = chain(x, **side)
-    for g, t in zip(_tuple(got), _tuple(true), strict=True):
-        assert torch.allclose(g, t, rtol=0, atol=1e-12)
-    weigh(got).backward()
+    output = chain(x, **side)
+    for y, y_plain in zip(_tuple(output), _tuple(true), strict=True):
+        assert torch.allclose(y, y_plain, rtol=0, atol=1e-12)
+    weigh(output).backward()
 
     assert worst_error(gradients(chain, x), gradients(plain, x_plain)) <= BOUND
     assert torch.equal(torch.get_rng_state(), after_plain)
@@ -102,7 +102,7 @@ def test_a_pair_comes_out_of_a_chain_that_ends_in_a_coupling(backward):
 
 @pytest.mark.parametrize("backward", BACKWARDS)
 def test_junctions_between_couplings(backward):
-    """Rows of length 2, 1, 3 and 1, as down-sampling makes them, widths 8 and 4."""
+    """Rows of length 2, 1, 3 and 1 with widths 8 and 4, as in a down-sampling network."""
     units = [
         nn.Linear(6, 16),
         rd.Split(),

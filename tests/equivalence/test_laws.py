@@ -1,7 +1,8 @@
-"""Laws that hold for any units, cut, accumulation, latency and method; Hypothesis draws them."""
+"""Laws that hold for any units, cut, accumulation, latency and method, drawn by Hypothesis."""
 
 import copy
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from support.networks import MLP, Buffered, Twice
 from support.oracle import equal
 from support.reference import METHODS
-from torch import nn
+from torch import Tensor, nn
 
 import redivider as rd
 from redivider.pipeline.stages.gradients import accumulate
@@ -21,7 +22,7 @@ WIDTH = 4
 
 @st.composite
 def networks(draw):
-    """A stem; rows of couplings with junctions between; a head. As a function that builds it."""
+    """Draw a function that builds a stem, rows of couplings with junctions between, and a head."""
     rows = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
     kinds = draw(
         st.lists(st.sampled_from([MLP, Twice, Buffered, "dropout"]), min_size=9, max_size=9)
@@ -30,7 +31,8 @@ def networks(draw):
 
     def build() -> rd.Chain:
         torch.manual_seed(0)
-        units, which = [nn.Linear(5, WIDTH)], iter(kinds)
+        units: list[nn.Module] = [nn.Linear(5, WIDTH)]
+        which = iter(kinds)
         for length, end in zip(rows, ends, strict=False):
             units.append(rd.Duplicate())
             for _ in range(length):
@@ -61,7 +63,7 @@ def batch(n: int):
 def test_nothing_is_lost_repeated_or_reordered_and_saving_changes_nothing(data):
     build = data.draw(networks())
     cut = data.draw(cuts(len(build())))
-    options = {
+    options: dict[str, Any] = {
         "stages": cut,
         "method": data.draw(st.sampled_from(list(METHODS))),
         "accumulate": data.draw(st.integers(1, 3)),
@@ -74,13 +76,15 @@ def test_nothing_is_lost_repeated_or_reordered_and_saving_changes_nothing(data):
     phases = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=3))
     saved_at = data.draw(st.integers(0, sum(phases)))
     pipe, other = rd.Pipeline(build(), **options), None
-    came_out, losses, fed = [], [], 0
+    came_out: list[int | None] = []
+    losses: list[Tensor | None] = []
+    fed = 0
     for number in phases:
         for _ in range(number):
             if fed == saved_at:
                 other = rd.Pipeline(build(), **options)
                 other.load_state_dict(pipe.state_dict())
-            ticks = [each.step(*batch(fed)) for each in (pipe, other) if each is not None]
+            ticks = [p.step(*batch(fed)) for p in (pipe, other) if p is not None]
             assert all(equal(tick.loss, ticks[0].loss) for tick in ticks)
             fed += 1
             if ticks[0].microbatch is not None:
@@ -99,7 +103,7 @@ def test_nothing_is_lost_repeated_or_reordered_and_saving_changes_nothing(data):
             u.weights.stash.copies for s in pipe.stages for u in s.units if u.weights.stash
         )
     assert came_out == list(range(fed))
-    assert all(bool(torch.isfinite(loss)) for loss in losses)
+    assert all(loss is not None and bool(torch.isfinite(loss)) for loss in losses)
     for stage in pipe.stages:
         assert stage.num_updates == fed // options["accumulate"]
         assert stage.num_pending == fed % options["accumulate"]
@@ -149,6 +153,7 @@ def test_gradients_that_share_memory_are_summed_apart():
     shared = torch.ones(6)
     for _ in range(3):
         accumulate([first, second, third], [shared[:3], shared[:3], None])
+    assert first.grad is not None and second.grad is not None
     assert torch.equal(first.grad, torch.full((3,), 3.0))
     assert torch.equal(second.grad, torch.full((3,), 3.0))
     assert third.grad is None
@@ -163,17 +168,17 @@ def test_gradients_that_share_memory_are_summed_apart():
 def test_clipping_by_the_norms_known_when_the_tick_began(over):
     torch.manual_seed(0)
     model = rd.Chain([nn.Linear(5, 4), rd.Split(), rd.Coupling(MLP(2)), rd.Fuse(), nn.Linear(4, 3)])
-    given_to_optimizer: dict[int, list[float]] = {}
+    norms: dict[int, list[float]] = {}
 
     class Norms(torch.optim.SGD):
         def step(self, closure=None):
             grads = [p.grad for group in self.param_groups for p in group["params"]]
             total = torch.stack([g.norm() for g in grads]).norm().item()
-            given_to_optimizer.setdefault(id(self), []).append(total)
+            norms.setdefault(id(self), []).append(total)
             return super().step(closure)
 
     class Raw(rd.Pipeline):
-        """Knows every stage's norm before clipping, at each of its updates, and when."""
+        """Checks the norm that the optimizer sees in every update."""
 
         def _update(self, stages):
             known = [float(stage.norm) for stage in self.stages]
@@ -184,9 +189,8 @@ def test_clipping_by_the_norms_known_when_the_tick_began(over):
                 total = (own**2 + (others if over == "all" else 0.0)) ** 0.5
                 expected = own * min(1.0, 0.05 / total) if total else 0.0
                 if stage.optimizer:
-                    assert given_to_optimizer[id(stage.optimizer)][-1] == pytest.approx(
-                        expected, rel=1e-4
-                    )
+                    norm = norms[id(stage.optimizer)][-1]
+                    assert norm == pytest.approx(expected, rel=1e-4)
                     checked.append(total > 0.05)
 
     checked: list[bool] = []
@@ -233,4 +237,5 @@ def test_a_loss_of_several_parts_gets_its_gradients_in_order():
     for mine, true in zip((model, loss), plain, strict=True):
         for one, other in zip(mine.parameters(), true.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None)
-            assert one.grad is None or torch.allclose(one.grad, other.grad, rtol=1e-6, atol=1e-8)
+            if one.grad is not None and other.grad is not None:
+                assert torch.allclose(one.grad, other.grad, rtol=1e-6, atol=1e-8)

@@ -1,7 +1,8 @@
-"""What a pipeline means: gradients, delays, what is run, what is held, what is counted."""
+"""Semantics of a pipeline: gradients, delays, number of runs, memory held, statistics."""
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,14 @@ from support.networks import MLP, Attention, ConvNorm
 from support.oracle import run_plainly
 from support.pipelines import CUTS, batches, network
 from support.reference import METHODS
-from torch import nn
+from torch import Tensor, nn
 
 import redivider as rd
 from redivider.pipeline.schedule import Schedule
 
 
 class Spy(torch.optim.SGD):
-    """Changes nothing, and remembers every gradient it was given."""
+    """Changes no weight, and records the gradients of every step."""
 
     def __init__(self, stage) -> None:
         self.named = dict(stage.named_parameters())
@@ -35,9 +36,10 @@ def spied(model, stages, method="petra", **options) -> rd.Pipeline:
 
 
 def by_microbatch(pipe: rd.Pipeline) -> list[dict[str, torch.Tensor]]:
-    """The gradients of the whole model for each micro-batch."""
-    seen = [stage.optimizer.seen for stage in pipe.stages if stage.optimizer]
-    assert len({len(each) for each in seen}) == 1
+    """Return the gradients of the whole model for each micro-batch."""
+    spies: list[Any] = [stage.optimizer for stage in pipe.stages if stage.optimizer]
+    seen = [spy.seen for spy in spies]
+    assert len({len(steps) for steps in seen}) == 1
     return [dict(kv for part in parts for kv in part.items()) for parts in zip(*seen, strict=True)]
 
 
@@ -51,12 +53,13 @@ def test_with_frozen_weights_every_gradient_is_backprops(method, stages, latency
     for x, target in data:
         pipe.step(x, target)
     pipe.flush()
-    found = by_microbatch(pipe)
-    assert len(found) == 8
-    for (x, target), grads in zip(data, found, strict=True):
+    gradients = by_microbatch(pipe)
+    assert len(gradients) == 8
+    for (x, target), grads in zip(data, gradients, strict=True):
         plain.zero_grad()
         F.cross_entropy(run_plainly(plain, x), target).backward()
         for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None, name
             assert torch.allclose(grads[name], parameter.grad, rtol=1e-11, atol=1e-15), name
 
 
@@ -64,7 +67,7 @@ def test_with_frozen_weights_every_gradient_is_backprops(method, stages, latency
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("arithmetic, accumulate", [("float", 3), ("fixed", 1)])
 def test_one_stage_is_plain_training(method, arithmetic, accumulate):
-    """To the last bit, but for streams rebuilt in floating point: those are a reversing chain's."""
+    """To the last bit; methods that rebuild float streams are compared to a reversing chain."""
     # Split, not Duplicate: where one tensor becomes both streams, plain autograd adds three
     # gradients in an order of its own, and the last bit differs.
     model = rd.Chain([nn.Linear(5, 8).double(), rd.Split(), *list(network())[2:]])
@@ -88,7 +91,7 @@ def test_one_stage_is_plain_training(method, arithmetic, accumulate):
     for i, (x, target) in enumerate(batches(12), 1):
         tick = pipe.step(x, target)
         loss = F.cross_entropy(plain(x), target)
-        assert torch.equal(tick.loss, loss.detach())
+        assert tick.loss is not None and torch.equal(tick.loss, loss.detach())
         loss.backward()
         if i % accumulate == 0:
             for parameter in plain.parameters():
@@ -100,6 +103,8 @@ def test_one_stage_is_plain_training(method, arithmetic, accumulate):
 
 
 class Watched(rd.Pipeline):
+    when: dict[tuple[str, int, int], int]
+
     def _forward(self, j, n):
         self.when["F", j, n] = self.in_flight.tick
         return super()._forward(j, n)
@@ -139,10 +144,10 @@ def test_f_runs_as_often_as_the_method_says(method):
 
 
 def storages_like(shape: tuple[int, ...]) -> int:
-    """How many blocks of memory hold a tensor of this shape."""
+    """Return the number of storages that hold a tensor of this shape."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
-    return len({each.untyped_storage().data_ptr() for each in tensors if each.shape == shape})
+    tensors = [obj for obj in gc.get_objects() if type(obj) in (Tensor, nn.Parameter)]
+    return len({t.untyped_storage().data_ptr() for t in tensors if t.shape == shape})
 
 
 @pytest.mark.slow
@@ -168,7 +173,8 @@ def test_copies_of_the_weights_counted_by_storage(method, accumulate, copies):
             return torch.tanh(x @ self.weight.T @ self.weight)
 
     units = list(network())
-    units[2] = rd.Coupling(Odd()).double()
+    odd = Odd()
+    units[2] = rd.Coupling(odd).double()
     make = lambda stage: torch.optim.SGD(stage.parameters(), lr=0.01)  # noqa: E731
     pipe = rd.Pipeline(
         units,
@@ -180,7 +186,7 @@ def test_copies_of_the_weights_counted_by_storage(method, accumulate, copies):
     )
     for x, target in batches(21 if accumulate == 1 else 25):
         pipe.step(x, target)
-    units[2].f.weight.grad = None
+    odd.weight.grad = None
     assert storages_like((37, 4)) == copies
 
 
@@ -217,7 +223,7 @@ def normed(seed: int = 0) -> rd.Chain:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_running_statistics_are_committed_once_in_the_backward(method):
-    """With frozen weights they are the plain model's after as many batches as were taken back."""
+    """With frozen weights they equal the plain model's after as many batches as had a backward."""
     model = normed()
     generator = torch.Generator().manual_seed(0)
     data = [torch.randn(4, 1, 4, 4, generator=generator).double() for _ in range(10)]
@@ -230,6 +236,7 @@ def test_running_statistics_are_committed_once_in_the_backward(method):
             expected = max(0, number - after)
             for layer in unit.modules():
                 if isinstance(layer, nn.BatchNorm2d):
+                    assert layer.num_batches_tracked is not None
                     assert int(layer.num_batches_tracked) == expected, (number, stage.index)
     pipe.flush()
     plain = normed()
@@ -250,7 +257,7 @@ def dropping() -> rd.Chain:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_dropout_is_a_function_of_seed_micro_batch_and_unit_and_not_of_the_cut(method):
-    found = []
+    results = []
     for cut, latency in (([9], 1), ([3, 3, 3], 2), ([1] * 9, 1)):
         pipe = spied(dropping(), cut, method, latency=latency)
         state = torch.get_rng_state()
@@ -258,20 +265,20 @@ def test_dropout_is_a_function_of_seed_micro_batch_and_unit_and_not_of_the_cut(m
             pipe.step(x, target)
         pipe.flush()
         assert torch.equal(torch.get_rng_state(), state), "the caller's generator is left alone"
-        found.append(by_microbatch(pipe))
-    for other in found[1:]:
-        for one_batch, other_batch in zip(found[0], other, strict=True):
+        results.append(by_microbatch(pipe))
+    for other in results[1:]:
+        for one_batch, other_batch in zip(results[0], other, strict=True):
             for name, grad in one_batch.items():
                 assert torch.allclose(grad, other_batch[name], rtol=1e-10, atol=1e-15), name
 
 
 def test_dropout_differs_by_micro_batch_unit_and_seed():
-    masks = {}
+    masks: dict[tuple[int, int], list[Tensor]] = {}
     for seed in (0, 1):
         model = dropping()
         for index, unit in enumerate(model):
             if isinstance(unit, rd.Coupling):
-                unit.f[3].register_forward_hook(
+                unit.f.get_submodule("3").register_forward_hook(
                     lambda _, __, y, key=(seed, index): masks.setdefault(key, []).append(y == 0)
                 )
         pipe = spied(model, 3, "petra", seed=seed)
@@ -306,6 +313,7 @@ def test_side_inputs_and_targets_travel_with_their_micro_batch():
         plain.zero_grad()
         F.cross_entropy(run_plainly(plain, x, mask=mask), target).backward()
         for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None, name
             assert torch.allclose(grads[name], parameter.grad, rtol=1e-10, atol=1e-15), name
 
 
@@ -353,7 +361,7 @@ def test_autocast_of_a_micro_batch_is_that_of_its_step():
     phase = []
     for unit in model:
         if isinstance(unit, rd.Coupling):
-            unit.f[1].register_forward_hook(lambda _, __, y: phase.append(y.dtype))
+            unit.f.get_submodule("1").register_forward_hook(lambda _, __, y: phase.append(y.dtype))
     for i in range(8):
         with torch.autocast("cpu", torch.bfloat16, enabled=i % 2 == 0):
             pipe.step(torch.randn(4, 5), torch.tensor([0, 1, 2, 0]))
@@ -362,7 +370,7 @@ def test_autocast_of_a_micro_batch_is_that_of_its_step():
     assert phase.count(torch.bfloat16) - 4 == phase.count(torch.float32) == 32
 
 
-SEEN = {"pull-back": [], "update": []}  # whether autocast was on
+SEEN: dict[str, list[bool]] = {"pull-back": [], "update": []}  # whether autocast was on
 
 
 class Noted(torch.autograd.Function):
@@ -412,9 +420,9 @@ def test_gradients_and_updates_come_behind_autocast():
             pipe.step(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
-    for each in SEEN.values():
-        assert each
-        assert not any(each)
+    for states in SEEN.values():
+        assert states
+        assert not any(states)
 
 
 def test_the_grid_in_a_pipeline_equals_a_chain_on_the_grid():
@@ -429,6 +437,7 @@ def test_the_grid_in_a_pipeline_equals_a_chain_on_the_grid():
         plain.zero_grad()
         F.cross_entropy(plain(x), target).backward()
         for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None, name
             assert torch.equal(grads[name], parameter.grad), name
 
 
@@ -456,28 +465,25 @@ def test_a_message_is_not_changed_by_clipping():
     )
     deliver = pipe._transport.deliver
 
-    def noting(way, j, message):
-        if way == "down":
+    def noting(direction, stage, message):
+        if direction == "down":
             sent.append((message.grads[0], message.grads[0].clone()))
-        deliver(way, j, message)
+        deliver(direction, stage, message)
 
-    pipe._transport.deliver = noting
+    pipe._transport.deliver = noting  # type: ignore[method-assign]
     for _ in range(6):
         pipe.step(torch.randn(4, 5), torch.randn(4, 3))
     assert len(sent) == 7 and all(torch.equal(now, then) for now, then in sent)
 
 
 def small(*units, **options):
-    return rd.Pipeline(
-        list(units),
-        **{
-            "stages": "auto",
-            "loss": F.mse_loss,
-            "optimizer": lambda stage: torch.optim.SGD(stage.parameters(), lr=0.05),
-            "seed": 0,
-        }
-        | options,
-    )
+    defaults: dict[str, Any] = {
+        "stages": "auto",
+        "loss": F.mse_loss,
+        "optimizer": lambda stage: torch.optim.SGD(stage.parameters(), lr=0.05),
+        "seed": 0,
+    }
+    return rd.Pipeline(list(units), **(defaults | options))
 
 
 def pairs(number, width=4):
@@ -523,7 +529,7 @@ def test_a_loss_without_a_gradient_is_refused(loss, said):
 
 
 class WithTable(nn.Module):
-    """Hands a weight on, as a table of positions might be."""
+    """Returns one of its weights, as a table of positions might be."""
 
     def __init__(self, copies):
         super().__init__()
@@ -545,14 +551,14 @@ def test_a_weight_that_is_handed_on_is_that_of_the_forward(method):
     for copies in (False, True):
         torch.manual_seed(0)
         units = [WithTable(copies), ByTable(4, 4), nn.Linear(3, 3)]
-        pipe = small(*(each.double() for each in units), method=method)
+        pipe = small(*(unit.double() for unit in units), method=method)
         ticks = [pipe.step(x, target) for x, target in pairs(12)]
         losses.append([float(tick.loss) for tick in ticks if tick.loss is not None])
     assert losses[0] == losses[1]
 
 
 def test_parameters_that_the_optimizer_has_not_count_for_nothing():
-    found = []
+    weights = []
     for frozen in (False, True):
         torch.manual_seed(0)
         units = [nn.Linear(4, 4).double(), nn.Linear(4, 3).double()]
@@ -567,8 +573,8 @@ def test_parameters_that_the_optimizer_has_not_count_for_nothing():
         for x, target in pairs(6):
             pipe.step(x, target)
         assert units[0].weight.grad is None
-        found.append(units[1].weight.detach().clone())
-    assert torch.equal(*found)
+        weights.append(units[1].weight.detach().clone())
+    assert torch.equal(weights[0], weights[1])
 
 
 def test_a_stage_that_was_frozen_cannot_be_trained():
@@ -586,7 +592,7 @@ def test_hooks_that_would_not_be_called_are_refused():
     with pytest.raises(rd.UnitError, match=r"unit 0.* has a hook for its gradient"):
         small(unit)
     unit = nn.Linear(4, 3)
-    unit.weight.register_post_accumulate_grad_hook(lambda each: None)
+    unit.weight.register_post_accumulate_grad_hook(lambda param: None)
     with pytest.raises(rd.UnitError, match="register_step_pre_hook"):
         small(unit)
     coupling = rd.Coupling(nn.Linear(4, 4))

@@ -2,7 +2,7 @@
 
 import json
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import redivider as rd
-from redivider.pipeline.checkpoint.files import MANIFEST, StateError, write_state
+from redivider.pipeline.checkpoint.files import MANIFEST, Alone, StateError, write_state
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def images(number):
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("method", ["petra", "dsp", "delayed"])
 def test_tensors_come_back_as_they_lay(method, channels_last, tmp_path):
-    """Halves of tensors, images with channels last, views that the caller feeds."""
+    """Check halves of tensors, images with channels last, and views fed by the caller."""
 
     def build_images():
         torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_tensors_come_back_as_they_lay(method, channels_last, tmp_path):
         ends = [rd.Fuse(dim=1), nn.Flatten(), nn.Linear(8 * 5 * 7, 3)]
         model = rd.Chain([nn.Conv2d(3, 8, 3), rd.Split(dim=1), *couplings, *ends])
         if channels_last:
-            model.to(memory_format=torch.channels_last)
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer, stages = OPTIMIZERS["sgd"], [2, 1, 1, 1, 1, 2]
         return rd.Pipeline(
             model, stages=stages, loss=F.cross_entropy, optimizer=optimizer, method=method
@@ -90,33 +90,33 @@ def test_tensors_come_back_as_they_lay(method, channels_last, tmp_path):
 
     def strides(pipe):
         inboxes = [*pipe.in_flight.up, *pipe.in_flight.down]
-        trees = [(each.flow.value, each.grads) for inbox in inboxes for each in inbox.values()]
-        kept = [each.value for unit in pipe._units.values() for each in unit.kept.values()]
-        grads = [each.grad for each in pipe._chain.parameters()]
+        messages = [message for inbox in inboxes for message in inbox.values()]
+        trees = [(message.flow.value, message.grads) for message in messages]
+        kept = [entry.value for unit in pipe._units.values() for entry in unit.kept.values()]
+        grads = [param.grad for param in pipe._chain.parameters()]
         trained = [stage.optimizer for stage in pipe.stages if stage.optimizer is not None]
-        moments = [each for optimizer in trained for each in optimizer.state.values()]
+        moments = [state for optimizer in trained for state in optimizer.state.values()]
         leaves = tree_leaves((trees, kept, grads, moments))
-        return [each.stride() for each in leaves if isinstance(each, torch.Tensor)]
+        return [leaf.stride() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     pipe, other = build_images(), build_images()
     for n in range(13):
         pipe.step(*images(n))
     for inbox in (*pipe.in_flight.up, *pipe.in_flight.down):
-        for each in inbox.values():
-            assert all(
-                is_dense(t) for t in tree_leaves((each.flow.value, each.grads)) if t is not None
-            )
+        for message in inbox.values():
+            leaves = tree_leaves((message.flow.value, message.grads))
+            assert all(is_dense(leaf) for leaf in leaves if leaf is not None)
     pipe.save(tmp_path / "state")
     other.load(tmp_path / "state")
     assert strides(other) == strides(pipe)
     for n in range(13, 28):
-        ticks = [each.step(*images(n)) for each in (pipe, other)]
-        assert torch.equal(ticks[0].loss, ticks[1].loss)
+        losses = [p.step(*images(n)).loss for p in (pipe, other)]
+        assert torch.equal(losses[0], losses[1])
     assert equal(pipe.state_dict(), other.state_dict())
 
 
 def is_dense(tensor):
-    """Whether its elements fill a piece of memory."""
+    """Return whether the elements fill a piece of memory without gaps."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.numel() == 1 + sum((n - 1) * s for n, s in pairs)
 
@@ -196,7 +196,7 @@ def test_a_damaged_state_says_so_and_changes_nothing(name, damage, tmp_path):
         pipe.load(tmp_path / "state")
 
 
-OTHERS = {
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"method": "dsp"}, "its method is petra, not dsp"),
     "accumulate": ({"accumulate": 3}, "its accumulate is 2, not 3"),
     "latency": ({"latency": 2}, "its latency is 1, not 2"),
@@ -233,9 +233,7 @@ def test_a_state_of_another_model_or_of_something_else_is_refused():
 
 
 def test_two_processes_may_not_write_one_file(tmp_path):
-    class Two:
-        is_first = True
-
+    class Two(Alone):
         def tell_all(self, text):
             return [text, text]
 
@@ -291,7 +289,7 @@ DIFFER = {
     "groups": (
         lambda: plain(
             optimizer=lambda stage: torch.optim.SGD(
-                [{"params": [each]} for each in stage.parameters()], lr=0.1
+                [{"params": [param]} for param in stage.parameters()], lr=0.1
             )
         ),
         r"other groups of parameters .* of \[1, 1\] tensors, and there of \[2\]",

@@ -1,6 +1,7 @@
 """The pipeline's weights follow the equations, tick by tick, for every method."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def distance(model: rd.Chain, reference: Reference) -> float:
 
 
 def follow(cut, method, accumulate, latency, optimizer="sgd", cls=rd.Pipeline, **options):
-    """Run both; return how far apart they are, after the ticks, a flush, and more of both."""
+    """Run both; return their distances after ticks, a flush, more ticks and another flush."""
     # The first stage ends five updates after its first backward.
     ticks = 2 * latency * (len(cut) - 1) + 5 * accumulate + 1
     model = network()
@@ -117,8 +118,8 @@ def test_optimizers(method, optimizer):
     ],
 )
 def test_lookahead(method, stages, accumulate, latency):
-    found = follow(CUTS[stages], method, accumulate, latency, lookahead="momentum")
-    assert max(found) <= BOUND
+    distances = follow(CUTS[stages], method, accumulate, latency, lookahead="momentum")
+    assert max(distances) <= BOUND
 
 
 @pytest.mark.slow
@@ -146,61 +147,68 @@ def test_rates_by_delay_of_optimizers(optimizer):
 
 @SLOW
 def test_rates_by_delay_without_a_schedule_and_beside_one_of_torchs():
-    made = []
+    optimizers = []
 
     def optimizer(stage):
-        made.append(torch.optim.SGD(stage.parameters(), lr=0.7))
-        if len(made) > 2:  # as after a scheduler, or before one that goes on
-            made[-1].param_groups[0]["initial_lr"] = 1.4
-        return made[-1]
+        optimizers.append(torch.optim.SGD(stage.parameters(), lr=0.7))
+        if len(optimizers) > 2:  # as a scheduler sets it
+            optimizers[-1].param_groups[0]["initial_lr"] = 1.4
+        return optimizers[-1]
 
-    options = {"loss": F.cross_entropy, "optimizer": optimizer, "accumulate": 4, "latency": 3}
+    options: dict[str, Any] = {
+        "loss": F.cross_entropy,
+        "optimizer": optimizer,
+        "accumulate": 4,
+        "latency": 3,
+    }
     pipe = rd.Pipeline(network(), stages=CUTS[5], lr_by_delay=True, **options)
-    late = [1 + 2 * 3 * (4 - j) / 4 for j in range(5)]
-    groups = [stage.optimizer.param_groups[0] for stage in pipe.stages]
-    assert [group["lr"] for group in groups] == [0.7 / each for each in late]
+    divisors = [1 + 2 * 3 * (4 - j) / 4 for j in range(5)]
+    groups = [stage.optimizer.param_groups[0] for stage in pipe.stages if stage.optimizer]
+    assert [group["lr"] for group in groups] == [0.7 / divisor for divisor in divisors]
     for x, target in batches(30):  # the first stage updates after 28
         pipe.step(x, target)
-    assert [group["lr"] for group in groups] == [0.7 / each for each in late]
+    assert [group["lr"] for group in groups] == [0.7 / divisor for divisor in divisors]
     scheduled = rd.Pipeline(
         network(), stages=CUTS[5], lr_by_delay=True, lr_lambda=lambda update: 1.0, **options
     )
     for x, target in batches(30):
         scheduled.step(x, target)
-    rates = [stage.optimizer.param_groups[0]["lr"] for stage in scheduled.stages]
-    assert rates == [1.4 / each for each in late]
+    groups = [stage.optimizer.param_groups[0] for stage in scheduled.stages if stage.optimizer]
+    assert [group["lr"] for group in groups] == [1.4 / divisor for divisor in divisors]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_lookahead_where_a_loss_is_maximised(kind):
-    """Of the negative loss: the same path."""
+    """Maximising the negative loss follows the same path."""
     ends = []
     for maximize in (False, True):
         model = network()
-        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        options: dict[str, Any] = {"lr": 0.01, "maximize": maximize}
+        options |= {"momentum": 0.9} if kind is torch.optim.SGD else {}
         sign = -1 if maximize else 1
+
+        def loss(y, target, sign=sign):
+            return sign * F.cross_entropy(y, target)
+
+        def optimizer(stage, options=options):
+            return kind(stage.parameters(), **options)
+
         pipe = rd.Pipeline(
-            model,
-            stages=CUTS[3],
-            loss=lambda y, t, sign=sign: sign * F.cross_entropy(y, t),
-            optimizer=lambda stage, m=maximize, o=options: kind(
-                stage.parameters(), lr=0.01, maximize=m, **o
-            ),
-            lookahead="momentum",
+            model, stages=CUTS[3], loss=loss, optimizer=optimizer, lookahead="momentum"
         )
         for x, target in batches(18):
             pipe.step(x, target)
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.allclose(*ends, rtol=1e-12, atol=1e-14)
+    assert torch.allclose(ends[0], ends[1], rtol=1e-12, atol=1e-14)
 
 
 def test_lookahead_leaves_out_what_does_not_train():
     one, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer = torch.optim.SGD([one, other], lr=0.1, momentum=0.9)
     for _ in range(2):
-        for each in (one, other):
-            each.grad = torch.ones(3)
+        for param in (one, other):
+            param.grad = torch.ones(3)
         optimizer.step()
     other.requires_grad_(False)
     assert list(predict(optimizer, [1.0, 1.0]).weights) == [one]
@@ -226,15 +234,14 @@ def test_weights_in_a_stash_do_not_move(method):
     units = [nn.Linear(5, 4), rd.Duplicate(), *(rd.Coupling(Late()) for _ in range(4)), rd.Fuse()]
     model = rd.Chain([*units, nn.Linear(8, 3)]).double()
     pipe = build(rd.Pipeline, model, "auto", method, 1, 1, lookahead="momentum")
-    own = {id(each) for each in model.parameters()}
+    own = {id(param) for param in model.parameters()}
     pipe_units = [unit for stage in pipe.stages for unit in stage.units if unit.weights.stash]
     for x, target in batches(40):
         pipe.step(x, target)
-        stashed = [
-            w for unit in pipe_units for each in unit.weights.stash.copies.values() for w in each
-        ]
+        copies = [copy for unit in pipe_units for copy in unit.weights.stash.copies.values()]
+        stashed = [weight for copy in copies for weight in copy]
         assert stashed or pipe.in_flight.tick < 25
-        assert not any(id(each) in own for each in stashed)
+        assert not any(id(weight) in own for weight in stashed)
 
 
 @pytest.mark.slow
@@ -287,7 +294,7 @@ def test_the_control_messages_one_tick_off_leave_the_path(method):
 
 @pytest.mark.slow
 def test_the_methods_differ_from_each_other():
-    """Or the tests above could not tell them apart."""
+    """Otherwise the tests above could not distinguish them."""
     ends = {}
     for method in METHODS:
         model = network()

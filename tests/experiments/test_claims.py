@@ -1,4 +1,4 @@
-"""Claims: what they train is what they say, and names of runs are unique."""
+"""Claims: their recipes are those that they state, and names of runs are unique."""
 
 import re
 
@@ -7,49 +7,50 @@ from claims import CLAIMS, get_claim, short
 from reproduce import choose
 
 from redivider.train.errors import TrainError
+from redivider.train.recipe import Recipe
 
 
 def test_names_are_those_of_folders_and_of_one_claim_each():
-    names = [each.name for each in CLAIMS]
+    names = [claim.name for claim in CLAIMS]
     assert len(set(names)) == len(names)
     for claim in CLAIMS:
         assert claim.statement and bool(claim.runs) != bool(claim.measurement)
-        runs = [each.name for each in claim.runs]
-        assert len(set(runs)) == len(runs)
+        names = [run.name for run in claim.runs]
+        assert len(set(names)) == len(names)
 
 
 def test_all_recipes_of_a_claim_see_as_many_samples_an_update_unless_it_asks():
     for name in ("methods", "microbatch", "lookahead", "latency", "stages"):
-        for each in get_claim(name).runs:
-            assert each.microbatch * each.accumulate == 128, each.name
-            assert each.lr == pytest.approx(0.05) and each.epochs == 20
-            assert each.milestones == (10, 15) and each.warmup == 5
-    found = [each.accumulate for each in get_claim("accumulate").runs if each.method == "petra"]
-    assert found == [1, 2, 4, 8, 16, 32]
+        for run in get_claim(name).runs:
+            assert run.microbatch * run.accumulate == 128, run.name
+            assert run.lr == pytest.approx(0.05) and run.epochs == 20
+            assert run.milestones == (10, 15) and run.warmup == 5
+    numbers = [run.accumulate for run in get_claim("accumulate").runs if run.method == "petra"]
+    assert numbers == [1, 2, 4, 8, 16, 32]
     for name, samples in (("vit", 128), ("gpt", 32)):
-        assert {each.microbatch * each.accumulate for each in get_claim(name).runs} == {samples}
-        assert {each.lr_by_delay for each in get_claim(name).runs} == {False, True}
-        assert {each.stages for each in get_claim(name).runs} == {"auto", 8}
-        assert sum(each.betas == (0.5, 0.95) for each in get_claim(name).runs) >= 4, name
-    sizes = {(each.microbatch, each.method) for each in get_claim("microbatch").runs}
-    assert sizes == {(n, way) for n in (4, 8, 16, 32, 64) for way in ("petra", "store")}
+        assert {run.microbatch * run.accumulate for run in get_claim(name).runs} == {samples}
+        assert {run.lr_by_delay for run in get_claim(name).runs} == {False, True}
+        assert {run.stages for run in get_claim(name).runs} == {"auto", 8}
+        assert sum(run.betas == (0.5, 0.95) for run in get_claim(name).runs) >= 4, name
+    sizes = {(run.microbatch, run.method) for run in get_claim("microbatch").runs}
+    assert sizes == {(n, method) for n in (4, 8, 16, 32, 64) for method in ("petra", "store")}
 
 
 def test_equal_trainings_have_one_name_and_others_another():
-    """So claims may share a folder, and what they have in common is trained once."""
-    seen = {}
+    """So claims may share a folder, and the runs that they have in common are trained once."""
+    seen: dict[str, Recipe] = {}
     names = ("methods", "microbatch", "accumulate", "lookahead", "latency", "stages", "rate")
     for name in (*names, "quality"):
-        for each in get_claim(name).runs:
-            assert seen.setdefault(each.name, each) == each
+        for run in get_claim(name).runs:
+            assert seen.setdefault(run.name, run) == run
 
 
 def test_the_full_runs_are_those_of_the_paper():
-    for each in get_claim("revnet18").runs:
-        assert (each.epochs, each.milestones, each.warmup) == (300, (150, 225), 5)
-        assert (each.microbatch, each.accumulate, each.lr) == (64, 2, pytest.approx(0.05))
-        assert each.weight_decay == 5e-4 and each.momentum == 0.9
-    assert [each.method for each in get_claim("revnet18").runs] == ["store", "petra"]
+    for run in get_claim("revnet18").runs:
+        assert (run.epochs, run.milestones, run.warmup) == (300, (150, 225), 5)
+        assert (run.microbatch, run.accumulate, run.lr) == (64, 2, pytest.approx(0.05))
+        assert run.weight_decay == 5e-4 and run.momentum == 0.9
+    assert [run.method for run in get_claim("revnet18").runs] == ["store", "petra"]
 
 
 def test_names_of_runs_say_what_is_other_than_usual():
@@ -66,21 +67,21 @@ def test_names_of_runs_say_what_is_other_than_usual():
 def test_names_of_transformers_say_how_they_are_trained(name):
     usual, *others = get_claim(name).runs
     assert usual.name == "store"
-    for each in others:
-        is_careful = re.search("by-delay|8-stages$", each.name) is not None
-        assert each.name.startswith(each.method)
-        assert each.lr_by_delay == is_careful
-        has_betas = is_careful or each.name == "store-betas"
-        assert each.betas == ((0.5, 0.95) if has_betas else usual.betas)
-        assert each.stages == (8 if "8-stages" in each.name else "auto")
-        if size := re.search(r"(\d+)x(\d+)", each.name):
-            assert [each.microbatch, each.accumulate] == [*map(int, size.groups())]
+    for run in others:
+        is_careful = re.search("by-delay|8-stages$", run.name) is not None
+        assert run.name.startswith(run.method)
+        assert run.lr_by_delay == is_careful
+        has_betas = is_careful or run.name == "store-betas"
+        assert run.betas == ((0.5, 0.95) if has_betas else usual.betas)
+        assert run.stages == (8 if "8-stages" in run.name else "auto")
+        if size := re.search(r"(\d+)x(\d+)", run.name):
+            assert [run.microbatch, run.accumulate] == [*map(int, size.groups())]
 
 
 def test_some_runs_more_seeds_and_fields_for_all():
     claim = get_claim("methods")
-    made = choose(claim, ["dsp-64x2", "store-64x2"], 3, ["--epochs", "2"])
-    assert [each.name for each in made] == [
+    runs = choose(claim, ["dsp-64x2", "store-64x2"], 3, ["--epochs", "2"])
+    assert [run.name for run in runs] == [
         "store-64x2",
         "dsp-64x2",
         "store-64x2-seed1",
@@ -88,9 +89,9 @@ def test_some_runs_more_seeds_and_fields_for_all():
         "store-64x2-seed2",
         "dsp-64x2-seed2",
     ]
-    assert {each.epochs for each in made} == {2.0}
-    assert [each.seed for each in made] == [0, 0, 1, 1, 2, 2]
-    assert [each.seed for each in choose(claim, ["dsp-64x2"], 2, ["--seed", "5"])] == [5, 6]
+    assert {run.epochs for run in runs} == {2.0}
+    assert [run.seed for run in runs] == [0, 0, 1, 1, 2, 2]
+    assert [run.seed for run in choose(claim, ["dsp-64x2"], 2, ["--seed", "5"])] == [5, 6]
     with pytest.raises(TrainError, match="methods has no run 'dps-64x2'; did you mean 'dsp-64x2'"):
         choose(claim, ["dps-64x2"], 1, [])
 

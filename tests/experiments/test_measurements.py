@@ -1,5 +1,7 @@
 """Measurements of a claim, as far as a machine without a GPU can show them."""
 
+from typing import Any
+
 import limits
 import pytest
 import sweep
@@ -15,7 +17,7 @@ from redivider.compile import CompiledArithmetic
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-SMALL = {"width": 16, "heads": 2, "depth": 2}
+SMALL: dict[str, Any] = {"width": 16, "heads": 2, "depth": 2}
 
 
 @given(st.integers(0, 5000), st.integers(1, 200))
@@ -26,8 +28,8 @@ def test_the_largest_that_fits_but_for_three_percent(true, first):
         asked.append(size)
         return size <= true
 
-    found = find_largest(fits, first)
-    assert found <= true <= max(found + 1, 1.03 * found)
+    largest = find_largest(fits, first)
+    assert largest <= true <= max(largest + 1, 1.03 * largest)
     assert len(asked) < 30
 
 
@@ -37,16 +39,19 @@ def test_there_is_an_end_to_doubling():
 
 @pytest.mark.parametrize("model", ["rev_vit_tiny", "rev_roberta_base"])
 def test_a_step_has_the_gradients_of_any_way(model):
-    small = {"image_size": 32} if "vit" in model else {"vocabulary": 300, "context": 16}
+    small: dict[str, Any] = {"vocabulary": 300, "context": 16}
+    if "vit" in model:
+        small = {"image_size": 32}
     step = Step(model, 3, CPU, dtype=torch.float32, **SMALL, **small)
-    found = []
-    for way in ("store", "store", "reverse"):
-        loss = step.run(way)
-        found.append([loss, *(each.grad.clone() for each in step.chain.parameters())])
-    for one, again, other in zip(*found, strict=True):
+    params: list[Any] = list(step.chain.parameters())
+    results = []
+    for backward in ("store", "store", "reverse"):
+        loss = step.run(backward)
+        results.append([loss, *(param.grad.clone() for param in params)])
+    for one, again, other in zip(*results, strict=True):
         assert torch.equal(one, again), "gradients are new in each step"
         assert torch.allclose(one, other, rtol=0.05, atol=0.02)  # bf16
-    assert not any(each.is_meta for each in step.chain.buffers())
+    assert not any(buffer.is_meta for buffer in step.chain.buffers())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own
@@ -101,16 +106,17 @@ def test_both_ways_are_timed():
 
 
 def test_limits_have_a_row_for_each_way(monkeypatch):
+    largest = {"store": 5000, "checkpoint": 20000}
     monkeypatch.setattr(
         limits,
         "step_fits",
-        lambda way, batch, device, **options: (
-            batch * options.get("depth", 24) <= {"store": 5000, "checkpoint": 20000}.get(way, 40000)
+        lambda backward, batch, device, **options: (
+            batch * options.get("depth", 24) <= largest.get(backward, 40000)
         ),
     )
     rows = {row["run"]: row for name in limits.NAMES for row in limits.measure(name, CPU, {})}
     assert list(rows) == [
-        f"{what}-{way}" for what in ("batch", "depth") for way in limits.BACKWARDS
+        f"{what}-{backward}" for what in ("batch", "depth") for backward in limits.BACKWARDS
     ]
     assert not list(limits.measure("batch-reverse", CPU, rows))
     assert rows["batch-store"]["batch"] == pytest.approx(5000 / 24, rel=0.03)
@@ -118,7 +124,7 @@ def test_limits_have_a_row_for_each_way(monkeypatch):
 
 
 def test_what_does_not_fit_is_let_go(monkeypatch):
-    def run(self, way):
+    def run(self, backward):
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(limits, "MODEL", "rev_vit_tiny")

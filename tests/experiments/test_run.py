@@ -22,16 +22,17 @@ SMALL = "--data digits --model-options width 8 --depths 1 1 --microbatch 16 --pr
 def test_claims_are_listed(capsys):
     assert main([]) == 0
     claims, runs = capsys.readouterr().out.split("\n\n")
-    assert [line.split()[0] for line in claims.splitlines()] == [each.name for each in CLAIMS]
+    assert [line.split()[0] for line in claims.splitlines()] == [claim.name for claim in CLAIMS]
     assert "revnet34    backprop petra\n" in runs and "`--only RUN ...`" in runs
 
 
 def test_listing_runs_anywhere_and_without_torch(tmp_path):
     code = "import sys; sys.path.insert(0, sys.argv[1]); import run; run.main([])"
     code += "; assert 'torch' not in sys.modules"
-    for words in ([SCRIPT], ["-c", code, SCRIPT.parent]):
-        words = [sys.executable, *map(str, words)]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    for words in ([str(SCRIPT)], ["-c", code, str(SCRIPT.parent)]):
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, cwd=tmp_path
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("revnet18 ") and not done.stderr
 
@@ -106,7 +107,7 @@ def test_some_runs_and_then_some_more(tmp_path, capsys):
 
 
 def test_a_stopped_one_says_how_to_go_on(tmp_path, monkeypatch, capsys):
-    def stop(*given, **options):
+    def stop(*args, **options):
         raise Stopped("stopped after 3 micro-batches and saved", tmp_path)
 
     monkeypatch.setattr("trainings.train", stop)

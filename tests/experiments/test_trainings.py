@@ -1,4 +1,4 @@
-"""Trainings of a claim: rows that tell what the logs tell, and nothing done twice."""
+"""Trainings of a claim: rows agree with the logs, and no run is trained twice."""
 
 import json
 from dataclasses import replace
@@ -20,18 +20,18 @@ def rows_in(folder):
 
 
 def test_each_run_has_a_row(tmp_path):
-    made = [recipe(name=f"{way}-run", method=way) for way in ("store", "petra")]
-    rows = train_all(made, tmp_path)
+    recipes = [recipe(name=f"{method}-run", method=method) for method in ("store", "petra")]
+    rows = train_all(recipes, tmp_path)
     assert rows_in(tmp_path) == rows[::-1]  # by their names
-    for row, each in zip(rows, made, strict=True):
-        run = read_run(tmp_path / each.name)
+    for row, config in zip(rows, recipes, strict=True):
+        run = read_run(tmp_path / config.name)
         assert row == read_row(run.folder)
-        assert (row["run"], row["method"], row["seed"]) == (each.name, each.method, 0)
+        assert (row["run"], row["method"], row["seed"]) == (config.name, config.method, 0)
         assert row["last"] == round(run.end[-1]["accuracy"], 5) == row["curve"][-1][2]
-        assert row["best"] == round(max(each["accuracy"] for each in run.evaluate), 5)
+        assert row["best"] == round(max(line["accuracy"] for line in run.evaluate), 5)
         assert len(row["curve"]) == len(run.evaluate) == 2
         assert row["MiB"] == round(sum(run.held("activations")) / 2**20, 2) > 0
-        assert row["stages"] == (4 if each.method == "petra" else None)
+        assert row["stages"] == (4 if config.method == "petra" else None)
         assert row["torch"] and row["device"] == "cpu"
     text = table(rows)
     assert "store-run" in text and "| petra |" in text.replace("  ", " ")
@@ -39,30 +39,30 @@ def test_each_run_has_a_row(tmp_path):
 
 
 def test_none_follows_one_that_was_stopped_when_it_had_all_but_ended(tmp_path, monkeypatch):
-    made = [recipe(name=each, method="store", epochs=0.1) for each in ("one", "two")]
+    recipes = [recipe(name=name, method="store", epochs=0.1) for name in ("one", "two")]
     stop_in_evaluation(monkeypatch)
     with pytest.raises(Stopped, match="stopped after one, which has ended"):
-        train_all(made, tmp_path)
+        train_all(recipes, tmp_path)
     assert [row["run"] for row in rows_in(tmp_path)] == ["one"] and not (tmp_path / "two").exists()
-    assert [row["run"] for row in train_all(made, tmp_path)] == ["one", "two"]
+    assert [row["run"] for row in train_all(recipes, tmp_path)] == ["one", "two"]
 
 
 def test_a_table_of_one_run_has_its_numbers(tmp_path):
     (row,) = train_all([recipe(name="one")], tmp_path)
-    heads, _, line = (each.split(" | ") for each in table([row]).splitlines())
+    heads, _, line = (line.split(" | ") for line in table([row]).splitlines())
     assert heads[1:-1] == ["last accuracy", "best accuracy", "seconds", "MiB"]
     assert heads[-1].startswith("seconds to 90 %") and float(line[4]) == pytest.approx(row["MiB"])
 
 
 def test_what_has_ended_is_not_trained_again(tmp_path, monkeypatch):
-    made = [recipe(name="one"), recipe(name="two", seed=1)]
-    first = train_all(made[:1], tmp_path)
-    second = train_all(made[1:], tmp_path)
+    recipes = [recipe(name="one"), recipe(name="two", seed=1)]
+    first = train_all(recipes[:1], tmp_path)
+    second = train_all(recipes[1:], tmp_path)
     assert rows_in(tmp_path) == first + second, "what others have trained is still there"
     (tmp_path / "three").mkdir()
     (tmp_path / "three" / "recipe.json").write_text("{}")  # another process is about to begin
     monkeypatch.setattr("redivider.train.loop.build", None)  # would be called to train
-    assert train_all(made, tmp_path) == rows_in(tmp_path) == first + second
+    assert train_all(recipes, tmp_path) == rows_in(tmp_path) == first + second
 
 
 def test_other_recipes_in_the_same_folder_are_refused(tmp_path):
@@ -73,16 +73,16 @@ def test_other_recipes_in_the_same_folder_are_refused(tmp_path):
 
 @pytest.mark.parametrize("stages", ["auto", 2, (1, 3)])
 def test_runs_of_any_stages_are_told_again(stages, tmp_path, monkeypatch):
-    made = recipe(name="one", method="petra", stages=stages, lr_by_delay=True)
-    rows = train_all([made], tmp_path)
+    config = recipe(name="one", method="petra", stages=stages, lr_by_delay=True)
+    rows = train_all([config], tmp_path)
     num = 4 if stages == "auto" else 2
     assert (rows[0]["stages"], rows[0]["lr_by_delay"]) == (num, True)
-    assert rows[0]["precision"] == made.precision
+    assert rows[0]["precision"] == config.precision
     monkeypatch.setattr("redivider.train.loop.build", None)  # would be called to train
-    assert train_all([made], tmp_path) == rows
+    assert train_all([config], tmp_path) == rows
     for others in (3, (3, 1), 2 if stages == "auto" else "auto"):
         with pytest.raises(TrainError, match="one holds a run with another stages; take another"):
-            train_all([replace(made, stages=others)], tmp_path)
+            train_all([replace(config, stages=others)], tmp_path)
 
 
 def test_runs_of_older_versions_are_told_too(tmp_path):
@@ -107,9 +107,9 @@ def test_a_run_that_diverges_is_told_and_the_others_follow(tmp_path, monkeypatch
 
 
 def test_a_race_is_to_the_first_evaluation_at_90_percent(tmp_path, monkeypatch):
-    made = recipe(name="long", epochs=1.0)
+    config = recipe(name="long", epochs=1.0)
     monkeypatch.setattr(trainings, "WANTED", 0.15)
-    (row,) = train_all([made], tmp_path)
+    (row,) = train_all([config], tmp_path)
     reached = [seconds for _, seconds, accuracy in row["curve"] if accuracy >= 0.15]
     assert row["seconds to 90 %"] == (reached[0] if reached else None)
     monkeypatch.setattr(trainings, "WANTED", 1.1)
@@ -126,7 +126,7 @@ def test_memory_that_was_never_looked_at_is_not_told_as_none(tmp_path):
 
 def test_quality_is_told_by_stage(tmp_path):
     (row,) = train_all([recipe(name="probed", method="petra", probe_every=20)], tmp_path)
-    found = row["quality"]
-    assert {each["stage"] for each in found} == {0, 1, 2, 3}
-    assert all(each["ratio"] == round(each["ratio"], 5) for each in found if each["ratio"])
-    assert all(-1 <= each["cosine"] <= 1.0001 for each in found if each["cosine"] is not None)
+    quality = row["quality"]
+    assert {line["stage"] for line in quality} == {0, 1, 2, 3}
+    assert all(line["ratio"] == round(line["ratio"], 5) for line in quality if line["ratio"])
+    assert all(-1 <= line["cosine"] <= 1.0001 for line in quality if line["cosine"] is not None)

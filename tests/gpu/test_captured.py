@@ -1,4 +1,4 @@
-"""Captured ticks on a GPU: those of lockstep, with dropout, batch norm and random delays."""
+"""Captured ticks on a GPU are those of lockstep, with dropout, batch norm and random delays."""
 
 import random
 from contextlib import contextmanager
@@ -78,7 +78,7 @@ def test_captured_ticks_are_the_eager_ones(accumulate):
         for m, c in zip(models, (True, False), strict=True)
     ]
     losses = [run(pipe, 200) for pipe in pipes]
-    assert pipes[0]._captured.is_active
+    assert pipes[0]._execution.is_active
     assert torch.equal(*losses)
     assert equal(*models)
     state = pipes[0].state_dict()
@@ -106,18 +106,17 @@ def same_kernels():
 @pytest.mark.parametrize("accumulate, dtype", [(1, None), (2, torch.bfloat16), (3, None)])
 def test_revnet(accumulate, dtype):
     models = [
-        rd.create_model("revnet18", num_classes=5, image_size=32, device="cuda").to(
-            memory_format=torch.channels_last
-        )
-        for _ in range(2)
+        rd.create_model("revnet18", num_classes=5, image_size=32, device="cuda") for _ in range(2)
     ]
+    for model in models:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     pipes = [
         make(m, capture=c, accumulate=accumulate, stages=10)
         for m, c in zip(models, (True, False), strict=True)
     ]
     with same_kernels(), torch.autocast("cuda", dtype, enabled=dtype is not None):
         losses = [run(pipe, 200, images=True) for pipe in pipes]
-        assert pipes[0]._captured.is_active
+        assert pipes[0]._execution.is_active
         assert torch.equal(*losses)
         assert equal(*models)
         state = pipes[0].state_dict()
@@ -135,15 +134,15 @@ def test_compiled():
 
     Without dropout, whose numbers the compiler draws in another way.
     """
-    found = []
+    losses = []
     for capture, compiled in ((True, True), (False, True), (False, False)):
         pipe = make(tokens_model(dropout=0.0), capture=capture)
         if compiled:
             pipe.compile(dynamic=False)
-        found.append(run(pipe, 60))
-        assert not capture or pipe._captured.is_active
-    assert torch.equal(*found[:2])
-    assert torch.allclose(found[0][:10], found[2][:10], rtol=1e-3)
+        losses.append(run(pipe, 60))
+        assert not capture or pipe._execution.is_active
+    assert torch.equal(*losses[:2])
+    assert torch.allclose(losses[0][:10], losses[2][:10], rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def test_options(options):
         for m, c in zip(models, (True, False), strict=True)
     ]
     losses = [run(pipe, 100) for pipe in pipes]
-    assert pipes[0]._captured.is_active
+    assert pipes[0]._execution.is_active
     assert torch.equal(*losses)
     assert equal(*models)
 
@@ -172,34 +171,31 @@ def test_options(options):
 def test_an_optimizer_that_chose_nothing_is_fused():
     chosen = []
     for options in ({}, {"foreach": True}):
-        pipe = rd.Pipeline(
-            tokens_model(),
-            stages=3,
-            loss=F.cross_entropy,
-            optimizer=lambda stage, options=options: torch.optim.AdamW(
-                stage.parameters(), lr=1e-3, **options
-            ),
-        )
+
+        def make_optimizer(stage, options=options):
+            return torch.optim.AdamW(stage.parameters(), lr=1e-3, **options)
+
+        pipe = rd.Pipeline(tokens_model(), stages=3, loss=F.cross_entropy, optimizer=make_optimizer)
         run(pipe, 30)
-        chosen.append(pipe._captured is not None and pipe._captured.is_active)
+        chosen.append(pipe._execution.is_active)
     assert chosen == [True, False]
 
 
 def test_what_cannot_be_captured_stays_eager_and_is_said(caplog):
     caplog.set_level("INFO", "redivider")
-    found = []
+    losses = []
     for capture in (True, False):
         torch.manual_seed(0)
         units = [nn.Linear(8, 32), rd.Duplicate(), rd.Coupling(Reading(32)), rd.Fuse()]
         pipe = make(rd.Chain([*units, nn.Linear(64, 5)]).cuda(), capture=capture, stages=3)
-        found.append(run(pipe, 40))
-    assert torch.equal(*found)
-    said = [each.message for each in caplog.records if "not captured" in each.message]
-    assert len(said) == 1 and "unit 2" in said[0]
+        losses.append(run(pipe, 40))
+    assert torch.equal(*losses)
+    messages = [record.message for record in caplog.records if "not captured" in record.message]
+    assert len(messages) == 1 and "unit 2" in messages[0]
     # And the next one can be captured.
     pipe = make(tokens_model(), capture=True)
     run(pipe, 60)
-    assert pipe._captured.is_active
+    assert pipe._execution.is_active
 
 
 class Sleepy(CudaGraphs):
@@ -214,16 +210,16 @@ class Sleepy(CudaGraphs):
 
 def test_random_delays_in_branches_change_nothing():
     pipe = make(tokens_model(), capture=True)
-    pipe._captured = CapturedRunner(pipe, partial(Sleepy, torch.device("cuda")))
+    pipe._execution = CapturedRunner(pipe, partial(Sleepy, torch.device("cuda")))
     plain = make(tokens_model(), capture=False)
     for trial in range(30):
         # Another state and other inputs each time: what is left of the last trial is wrong.
         plain.load_state_dict(pipe.state_dict())
-        losses = [run(each, 24, 24 * trial) for each in (pipe, plain)]
-        assert pipe._captured.is_active
+        losses = [run(p, 24, 24 * trial) for p in (pipe, plain)]
+        assert pipe._execution.is_active
         assert torch.equal(*losses)
-        pipe._captured.leave()
-        pipe._captured.forget()
+        pipe._execution.leave()
+        pipe._execution.forget()
 
 
 @pytest.mark.parametrize("capture", [True, False])
@@ -235,7 +231,7 @@ def test_inputs_may_come_from_the_host(capture):
         torch.cuda._sleep(1_000_000)  # a tick that is still running when the next input comes
         ticks = [pipes[0].step(x, y), pipes[1].step(x.cpu().pin_memory(), y.cpu())]
         assert ticks[0].loss is None or torch.equal(ticks[0].loss, ticks[1].loss)
-    assert pipes[1]._captured is None or pipes[1]._captured.is_active
+    assert not capture or pipes[1]._execution.is_active
     assert equal(*models)
 
 
@@ -260,14 +256,14 @@ def test_other_threads_may_go_on_while_ticks_are_recorded():
     finally:
         done.set()
         thread.join()
-    assert pipe._captured.is_active
+    assert pipe._execution.is_active
     assert not faults
 
 
 def test_a_step_waits_for_nothing():
     pipe = make(tokens_model(), capture=True)
     run(pipe, 30)
-    assert pipe._captured.is_active
+    assert pipe._execution.is_active
     batches = [batch(index) for index in range(20)]
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -287,7 +283,7 @@ def test_a_loss_that_is_not_a_number_is_reported_and_no_update_follows():
         for index in range(200):
             pipe.step(*batch(index))
             torch.cuda.synchronize()
-    assert all(each.isfinite().all() for each in model.parameters())
+    assert all(param.isfinite().all() for param in model.parameters())
 
 
 def test_memory_does_not_grow_over_2000_ticks():

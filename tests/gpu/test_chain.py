@@ -3,6 +3,7 @@
 import copy
 import gc
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ def test_images(make, backward):
     weigh(chain(x)).backward()
     weigh(run_plainly(plain, x)).backward()
     assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
-    for got, true in zip(chain.buffers(), plain.buffers(), strict=True):
-        assert torch.allclose(got, true, rtol=1e-12)
+    for buffer, expected in zip(chain.buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(buffer, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("backward", REPLAYING)
@@ -103,7 +104,7 @@ class Grows(nn.Module):
 @pytest.mark.parametrize("backward", ["store", *REPLAYING])
 @pytest.mark.parametrize("factor", [3.0, torch.nan])
 def test_a_fault_poisons_the_output_and_is_raised_later_with_its_unit(factor, backward):
-    couplings = [rd.Coupling(Grows(1.0)), rd.Coupling(Grows(factor))]
+    couplings: list[Any] = [rd.Coupling(Grows(1.0)), rd.Coupling(Grows(factor))]
     couplings += [rd.Coupling(Grows()) for _ in range(8)]
     chain = rd.Chain([rd.Duplicate(), *couplings], arithmetic="fixed", backward=backward).cuda()
     c, _ = chain(torch.ones(64, device="cuda"))
@@ -118,7 +119,7 @@ def test_a_fault_poisons_the_output_and_is_raised_later_with_its_unit(factor, ba
         for coupling in couplings:
             coupling.f.gain.fill_(0.1)
     torch.cuda.synchronize()
-    c, _ = chain(torch.ones(64, device="cuda"))  # the fault was told once
+    c, _ = chain(torch.ones(64, device="cuda"))  # the fault was reported once
     assert torch.isfinite(c).all()
 
 
@@ -158,7 +159,7 @@ def test_training_on_a_side_stream(backward):
 
 
 def peaks(backward: str, depth: int) -> tuple[int, int]:
-    """Bytes held between forward and backward, and at the peak, beside parameters and gradients."""
+    """Return bytes held after the forward and at the peak, without parameters and gradients."""
     chain = rd.Chain(
         [rd.Duplicate(), *(rd.Coupling(MLP(64)) for _ in range(depth)), rd.Fuse()],
         backward=backward,

@@ -1,5 +1,7 @@
 """Every family on a GPU: weights drawn as on the CPU, gradients by reversal, bf16, chunks."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,17 +24,17 @@ def test_weights_are_those_of_the_cpu_and_gradients_those_of_store(name, options
         rd.create_model(name, seed=2, device="cuda", backward=backward, **options)
         for backward in ("store", "reverse", "reverse-checkpoint")
     ]
-    for key, each in cpu.state_dict().items():
-        assert torch.equal(each, models[0].state_dict()[key].cpu()), key
+    for key, tensor in cpu.state_dict().items():
+        assert torch.equal(tensor, models[0].state_dict()[key].cpu()), key
     x = resolve(name, **options)[1].example(5).cuda()
     x = x.double() if x.is_floating_point() else x
-    found = []
+    grads = []
     for model in models:
         torch.manual_seed(1)
         weigh(model.double()(x)).backward()
-        found.append(gradients(model))
-    assert worst_error(found[1], found[0]) <= 1e-10
-    assert worst_error(found[2], found[0]) <= 1e-10
+        grads.append(gradients(model))
+    assert worst_error(grads[1], grads[0]) <= 1e-10
+    assert worst_error(grads[2], grads[0]) <= 1e-10
 
 
 @pytest.mark.parametrize(("name", "options"), EACH)
@@ -48,17 +50,17 @@ def test_a_step_under_autocast_waits_for_nothing(name, options):
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert loss.isfinite()
-    assert all(each.grad is not None for each in model.parameters())
+    assert all(param.grad is not None for param in model.parameters())
 
 
-@pytest.mark.parametrize(("name", "options"), [each for each in EACH if "swin" in each[0]])
+@pytest.mark.parametrize(("name", "options"), [case for case in EACH if "swin" in case[0]])
 def test_counting_on_the_meta_device_is_counting_for_real(name, options):
     options = {key: value for key, value in options.items() if "drop" not in key}
     options |= {"width": 32, "in_channels": 3}
-    found = summarise(name, batch=16, also=("checkpoint", "reverse"), **options)
+    summary = summarise(name, batch=16, also=("checkpoint", "reverse"), **options)
     model = rd.create_model(name, device="cuda", **options)
     x = resolve(name, **options)[1].example(16).cuda()
-    for model.backward, kept in found.kept.items():
+    for model.backward, kept in summary.kept.items():
         assert kept == pytest.approx(rd.measure_memory(model, x).held / 16, rel=0.03)
 
 
@@ -97,13 +99,15 @@ def test_gradients_of_attention_are_numbers_where_logits_are_low(num, has_bias, 
     q[..., 0], k[..., 0] = 1, -120 * 8  # every logit is about -120
     bias = torch.zeros(6, num, num, device="cuda", dtype=torch.bfloat16) if has_bias else None
     run = torch.compile(attend, fullgraph=True) if compiles else attend
-    found = []
-    for dtype, function in ((torch.bfloat16, run), (torch.float64, explicit_attention)):
-        leaves = [each.detach().to(dtype).requires_grad_() for each in (q, k, v)]
+    grads = []
+    functions: list[tuple[torch.dtype, Any]]
+    functions = [(torch.bfloat16, run), (torch.float64, explicit_attention)]
+    for dtype, function in functions:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v)]
         y = function(*leaves, bias=None if bias is None else bias.to(dtype))
         y.backward(torch.linspace(-1, 1, y.numel(), device="cuda", dtype=dtype).view_as(y))
         # The first of a query's is a difference of large numbers.
-        found.append([leaves[0].grad[..., 1:].double(), *(each.grad.double() for each in leaves)])
-        assert found[-1].pop(1).isfinite().all()
-    for gradient, expected in zip(*found, strict=True):
+        grads.append([leaves[0].grad[..., 1:].double(), *(leaf.grad.double() for leaf in leaves)])
+        assert grads[-1].pop(1).isfinite().all()
+    for gradient, expected in zip(*grads, strict=True):
         assert (gradient - expected).norm() <= 0.02 * expected.norm()

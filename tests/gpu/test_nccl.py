@@ -7,6 +7,7 @@ machines would be, through sockets (see `nccl_env`).
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def _on_the_gpu(monkeypatch):
 
 
 def test_two_ranks(tmp_path):
-    settings = [{"method": method} for method in METHODS]
+    settings: list[dict[str, Any]] = [{"method": method} for method in METHODS]
     settings += [
         {"accumulate": 3, "latency": 2},
         {"stages": [1, 2, 3, 1, 2], "accumulate": 3, "latency": 3},
@@ -43,6 +44,7 @@ def test_two_ranks(tmp_path):
 
 
 def test_three_ranks(tmp_path):
+    settings: list[dict[str, Any]]
     settings = [{"accumulate": k, "latency": latency} for k in (1, 3) for latency in (1, 2, 3)]
     settings += [
         {"stages": [4, 1, 4], "accumulate": 3, "clip_norm": 0.5},
@@ -112,7 +114,7 @@ def train_large(pipe) -> tuple[list, dict]:
         x = torch.randn(64, 2**17, generator=generator, device="cuda")
         losses.append(pipe.step(x, x.roll(1)).loss)
     losses += [tick.loss for tick in pipe.flush(update=True)]
-    return [float(each) for each in losses if each is not None], pipe.full_state_dict()
+    return [float(loss) for loss in losses if loss is not None], pipe.full_state_dict()
 
 
 def large_messages(rank, changes):
@@ -124,11 +126,11 @@ def large_messages(rank, changes):
 def test_messages_of_64_megabytes(latency, dtype, tmp_path):
     """They exceed NCCL's buffers by far: a send is over when it is received."""
     changes = {"latency": latency, "message_dtype": dtype}
-    found = launch(large_messages, tmp_path, changes, world_size=3, backend="nccl")
+    results = launch(large_messages, tmp_path, changes, world_size=3, backend="nccl")
     pipe = rd.Pipeline(large(4), stages=3, **options(loss=F.mse_loss, **changes))
     losses, weights = train_large(pipe)
-    assert len(losses) == 9 and found[-1][0] == losses
-    assert all(equal(full, weights) for _, full in found)
+    assert len(losses) == 9 and results[-1][0] == losses
+    assert all(equal(full, weights) for _, full in results)
 
 
 def without_a_backend(rank):
@@ -139,21 +141,21 @@ def without_a_backend(rank):
 
 
 def test_a_group_without_a_backend_and_a_device_without_an_index(tmp_path):
-    found = launch(without_a_backend, tmp_path, backend="cpu:gloo,cuda:nccl")
+    results = launch(without_a_backend, tmp_path, backend="cpu:gloo,cuda:nccl")
     pipe = rd.Pipeline(model(), stages=2, **options())
     run(pipe, 0, 12)
     finish(pipe)
-    for backend, device, _, full in found:
+    for backend, device, _, full in results:
         assert (backend, device) == ("nccl", "cuda:0")
         assert equal(full, pipe.full_state_dict())
 
 
 def ahead(rank):
-    """How many ticks the host has queued while the GPU is in its first one."""
+    """Return how many ticks the host queues while the GPU is in its first one."""
     pipe = rd.DistributedPipeline(model(), **options(latency=2))
-    given = [batch(n) for n in range(40)]
+    batches = [batch(n) for n in range(40)]
     num = 0
-    for n, (x, target, mask) in enumerate(given):
+    for n, (x, target, mask) in enumerate(batches):
         if n == 8:
             torch.cuda.synchronize()
             torch.cuda._sleep(2 * 10**9)  # about a second
@@ -182,10 +184,9 @@ def on_the_same_gpu(rank):
 
 
 def test_ranks_that_nccl_does_not_connect_say_why(tmp_path):
-    for said in launch(on_the_same_gpu, tmp_path, backend="nccl"):
-        assert re.match(r"rank \d: nccl cannot connect the processes: .*[Dd]uplicate GPU", said), (
-            said
-        )
+    pattern = r"rank \d: nccl cannot connect the processes: .*[Dd]uplicate GPU"
+    for message in launch(on_the_same_gpu, tmp_path, backend="nccl"):
+        assert re.match(pattern, message), message
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -197,11 +198,11 @@ def test_all_ranks_end(case, tmp_path):
 def whole(tmp_path_factory) -> Path:
     """A run of two ranks to which nothing happens."""
     folder = tmp_path_factory.mktemp("whole")
-    asked = folder / "recipe.json"
-    asked.write_text(small(device="cuda", capture=False).to_json())
-    process = start(2, "train", str(asked), "--out", str(folder / "run"), backend="nccl")
-    said = listen(process)
-    assert process.returncode == 0, said
+    recipe = folder / "recipe.json"
+    recipe.write_text(small(device="cuda", capture=False).to_json())
+    process = start(2, "train", str(recipe), "--out", str(folder / "run"), backend="nccl")
+    output = listen(process)
+    assert process.returncode == 0, output
     return folder / "run"
 
 

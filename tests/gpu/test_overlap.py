@@ -5,6 +5,7 @@ import gc
 import logging
 import random
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -74,16 +75,18 @@ def test_on_the_grid_gradients_are_exactly_those_of_store(depth, how):
     stored.backward = "store"
     if how == "compiled":  # both: a compiled f rounds otherwise than an eager one
         torch._dynamo.reset()
-        for each in (chain, stored):
-            each.compile()
+        for model in (chain, stored):
+            model.compile()
     x = tokens()
 
     step = partial(pass_through, chain)
 
     rd.capture(step, x)(x) if how == "captured" else step(x)
     weigh(stored(x)).backward()
-    for key, grad in gradients(stored).items():
-        assert torch.equal(gradients(chain)[key], grad), key
+    grads: dict[str, Any] = gradients(chain)
+    expected: dict[str, Any] = gradients(stored)
+    for key, grad in expected.items():
+        assert torch.equal(grads[key], grad), key
 
 
 class Sleepy(CudaLanes):
@@ -110,17 +113,18 @@ class Sleepy(CudaLanes):
 
 
 def race(chain, kinds, num_trials, num_inputs=5):
-    """Gradients by one way after another; return the error of each trial.
+    """Compute gradients by one strategy after another; return the error of each trial.
 
-    Every trial has another input than the one before: memory that is read too early holds what the
-    last trial left there, which would be right if that were the same.
+    Every trial has another input than the one before. Memory that is read too early holds values of
+    the last trial, which would be right if the input were the same.
     """
     inputs = [tokens(16, torch.float64) for _ in range(num_inputs)]
     chain.backward, true, errors = "reverse", [], []
     for x in inputs:
         chain.zero_grad()
         weigh(chain(x)).backward()
-        true.append({key: grad.clone() for key, grad in gradients(chain).items()})
+        grads: dict[str, Any] = gradients(chain)
+        true.append({key: grad.clone() for key, grad in grads.items()})
     for trial in range(num_trials):
         chain.backward = kinds[trial % len(kinds)]
         # In the second half gradients are added up, so autograd reads them at once.
@@ -200,23 +204,24 @@ def test_on_a_side_stream_with_dropout_junctions_and_accumulation(backward):
                 weigh(run(x)).backward()
     torch.cuda.current_stream().wait_stream(side)
     assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
-    for got, true in zip(chain.buffers(), plain.buffers(), strict=True):
-        assert torch.allclose(got, true, rtol=1e-12)
+    for buffer, expected in zip(chain.buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(buffer, expected, rtol=1e-12)
 
 
 def test_gradients_are_not_copied():
-    """Autograd takes what the side stream made as it is; holding the tensor would make it copy."""
+    """Autograd takes the side stream's tensor itself; it would copy one that is also held."""
+
+    def are_same(chain):
+        seen = {}
+        for key, param in chain.named_parameters():
+            param.register_hook(lambda grad, key=key: seen.update({key: grad.data_ptr()}))
+        weigh(chain(tokens())).backward()
+        return [param.grad.data_ptr() == seen[key] for key, param in chain.named_parameters()]
+
     chain = token_chain(5, backward="overlap")
-    seen = {}
-    for key, each in chain.named_parameters():
-        each.register_hook(lambda grad, key=key: seen.update({key: grad.data_ptr()}))
-    weigh(chain(tokens())).backward()
-    same = [each.grad.data_ptr() == seen[key] for key, each in chain.named_parameters()]
+    same = are_same(chain)
     reverse = token_chain(5, backward="reverse")
-    for key, each in reverse.named_parameters():
-        each.register_hook(lambda grad, key=key: seen.update({key: grad.data_ptr()}))
-    weigh(reverse(tokens())).backward()
-    true = [each.grad.data_ptr() == seen[key] for key, each in reverse.named_parameters()]
+    true = are_same(reverse)
     assert same == true and any(same)
 
 
@@ -231,29 +236,30 @@ def train(chain, optimizer, x, target):
 @pytest.mark.parametrize("make", ["sgd", "adamw", "adamw-fused"])
 @pytest.mark.parametrize("backward", ["store", "reverse", "overlap", "auto"])
 def test_a_captured_training_run_is_the_eager_one(backward, make):
-    def optimizer(chain):
+    def make_optimizer(chain):
         if make == "sgd":
             return torch.optim.SGD(chain.parameters(), lr=0.05, momentum=0.9, fused=True)
-        options = {"fused": True} if "fused" in make else {"capturable": True}
+        options: dict[str, Any] = {"fused": True} if "fused" in make else {"capturable": True}
         return torch.optim.AdamW(chain.parameters(), lr=1e-3, **options)
 
     one = token_chain(5, backward=backward).double()
     other = copy.deepcopy(one)
-    optimizers = [optimizer(one), optimizer(other)]
+    optimizers = [make_optimizer(one), make_optimizer(other)]
     batches = [(tokens(8, torch.float64), torch.randint(3, (8,), device="cuda")) for _ in range(6)]
     before = copy.deepcopy(one.state_dict())
     step = rd.capture(lambda x, t: train(one, optimizers[0], x, t), batches[0])
     for key, value in one.state_dict().items():
         assert torch.equal(value, before[key]), "capturing has trained"
-    kept = []
+    losses = []
     for number, batch in enumerate(batches):
         if number == 3:  # by hand, as a number
-            for each in optimizers:
-                each.param_groups[0]["lr"] = 1e-4
-        kept.append(step(*batch))
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = 1e-4
+        losses.append(step(*batch))
         loss = train(other, optimizers[1], *batch)
-        assert kept[-1].item() == pytest.approx(loss.item(), rel=1e-6)  # its rate is a float32
-    assert len({each.item() for each in kept}) == len(kept), "a later step has overwritten a loss"
+        assert losses[-1].item() == pytest.approx(loss.item(), rel=1e-6)  # its rate is a float32
+    distinct = {loss.item() for loss in losses}
+    assert len(distinct) == len(losses), "a later step has overwritten a loss"
     for key, value in one.state_dict().items():
         assert torch.allclose(value, other.state_dict()[key], rtol=1e-5, atol=1e-7), key
 
@@ -345,7 +351,7 @@ def test_a_captured_step_refuses_other_shapes_and_rates_it_cannot_change():
 def test_an_optimizer_outside_of_the_step_gets_its_gradients():
     chains = [token_chain(3).double() for _ in range(2)]
     chains[1].load_state_dict(chains[0].state_dict())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in chains]
+    optimizers = [torch.optim.SGD(chain.parameters(), lr=0.1) for chain in chains]
     target = torch.randint(3, (8,), device="cuda")
 
     def gradient(chain, x):
@@ -354,15 +360,15 @@ def test_an_optimizer_outside_of_the_step_gets_its_gradients():
         return loss
 
     step = rd.capture(lambda x: gradient(chains[0], x), tokens(8, torch.float64))
-    assert all(each.grad is None for each in chains[0].parameters())
+    assert all(param.grad is None for param in chains[0].parameters())
     for _ in range(3):
         x = tokens(8, torch.float64)
         step(x)
         gradient(chains[1], x)
         assert worst_error(gradients(chains[0]), gradients(chains[1])) <= 1e-9
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_what_a_graph_cannot_follow_is_refused():
@@ -380,7 +386,7 @@ def test_what_a_graph_cannot_follow_is_refused():
 
 def test_after_a_capture_that_failed_all_goes_on():
     optimizer, step, batch = setting(fused)
-    weights = [each.detach().clone() for each in optimizer.param_groups[0]["params"]]
+    weights = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
     x = batch[0]
 
     def unlucky(x, target):
@@ -389,12 +395,12 @@ def test_after_a_capture_that_failed_all_goes_on():
             torch.cuda.synchronize()
         return loss
 
-    said = ""
+    message = ""
     try:  # with pytest.raises the graph of that step would live on, with its CUDA stream
         rd.capture(unlucky, batch)
     except rd.CaptureError as error:
-        said = str(error)
-    assert "failed while it was captured" in said and "synchronize" in said
+        message = str(error)
+    assert "failed while it was captured" in message and "synchronize" in message
     gc.collect()
     for parameter, before in zip(optimizer.param_groups[0]["params"], weights, strict=True):
         assert torch.equal(parameter, before), "trying it out has trained"
@@ -410,8 +416,8 @@ def test_auto_tries_both_and_says_what_it_chose(caplog):
     for _ in range(12):
         weigh(chain(tokens())).backward()
         torch.cuda.synchronize()
-    said = [each.message for each in caplog.records if "auto" in each.message]
-    assert len(said) == 1 and "overlap" in said[0] and "reverse" in said[0]
+    messages = [record.message for record in caplog.records if "auto" in record.message]
+    assert len(messages) == 1 and "overlap" in messages[0] and "reverse" in messages[0]
     weigh(chain(tokens(8))).backward()  # another shape is another trial
     (first, second) = chain._auto._trials.values()
     assert first.choice in ("reverse", "overlap") and second.choice is None

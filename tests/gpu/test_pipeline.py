@@ -80,7 +80,7 @@ def test_saved_and_loaded_it_continues_to_the_last_bit(method, optimizer, tmp_pa
     other.load(tmp_path / "state")
     with torch.autocast("cuda", torch.bfloat16):
         for n in range(9, 30):
-            ticks = [each.step(*batch(n, "cuda", torch.float32)) for each in (pipe, other)]
+            ticks = [p.step(*batch(n, "cuda", torch.float32)) for p in (pipe, other)]
             assert equal(ticks[0].loss, ticks[1].loss)
     assert equal(pipe.state_dict(), other.state_dict())
 
@@ -94,6 +94,7 @@ def test_a_state_of_the_cpu_goes_on_on_the_gpu(tmp_path):
     cuda.load(tmp_path / "state")
     for n in range(9, 20):
         one, other = cpu.step(*batch(n, "cpu")), cuda.step(*batch(n, "cuda"))
+        assert one.loss is not None and other.loss is not None
         assert other.loss.item() == pytest.approx(one.loss.item(), rel=1e-9)
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_captured_and_eager_runs_agree(method, precision, tmp_path):
     for capture in (True, False):
-        made = recipe(
+        run_recipe = recipe(
             method=method,
             capture=capture,
             precision=precision,
@@ -23,7 +23,7 @@ def test_captured_and_eager_runs_agree(method, precision, tmp_path):
             epochs=2,
             clip_norm=5.0,
         )
-        train(made, tmp_path / str(capture))
+        train(run_recipe, tmp_path / str(capture))
     ours, theirs = rows(tmp_path / "True"), rows(tmp_path / "False")
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-3)
@@ -34,13 +34,13 @@ def test_captured_and_eager_runs_agree(method, precision, tmp_path):
 @pytest.mark.parametrize("method", ["store", "petra"])
 def test_a_run_that_was_stopped_goes_on(method, tmp_path, monkeypatch):
     torch.backends.cudnn.deterministic = True
-    made = recipe(method=method, device="cuda", epochs=2)
-    train(made, tmp_path / "whole")
+    run_recipe = recipe(method=method, device="cuda", epochs=2)
+    train(run_recipe, tmp_path / "whole")
     stop_after(monkeypatch, 101)
     with pytest.raises(Stopped):
-        train(made, tmp_path / "parts")
-    train(made, tmp_path / "parts", resume=True)
+        train(run_recipe, tmp_path / "parts")
+    train(run_recipe, tmp_path / "parts", resume=True)
     torch.backends.cudnn.deterministic = False
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-    ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("parts", "whole"))
+    ours, theirs = (load_file(tmp_path / run / "model.safetensors") for run in ("parts", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 def test_models_prints_a_row_for_each_that_matches(capsys):
     assert main(["models", "revnet18", "*vit_tiny"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    rows = {row[0]: row[1:] for row in rows if len(row) == 5 and row[0] in rd.list_models()}
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {row[0]: row[1:] for row in lines if len(row) == 5 and row[0] in rd.list_models()}
     assert list(rows) == ["revnet18", "vit_tiny", "rev_vit_tiny"]
     assert rows["revnet18"][:2] == ["12,215,912", "3.9"]
     assert rows["vit_tiny"][-1] == "-"
@@ -85,6 +85,6 @@ def test_it_runs_from_a_source_tree_that_is_not_installed():
         "from redivider.cli import main; main(['--version'])"
     )
     source = Path(rd.__file__).parents[1]
-    words = [sys.executable, "-c", code, source]
+    words = [sys.executable, "-c", code, str(source)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "redivider 0+source\n"), done.stderr

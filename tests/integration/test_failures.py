@@ -1,4 +1,4 @@
-"""A rank that fails ends all of them, in seconds and with the reason; nothing hangs."""
+"""A rank that fails ends all ranks within seconds, with the reason; nothing hangs."""
 
 import os
 import subprocess
@@ -61,13 +61,13 @@ def test_a_process_ends_in_peace_while_its_thread_talks_to_the_store():
     store = TCPStore("127.0.0.1", 0, is_master=True)
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
     env = os.environ | rank_env(0, 1, store.port) | {"PYTHONPATH": path}
-    found = subprocess.run([sys.executable, "-c", LEAVING], env=env, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    done = subprocess.run([sys.executable, "-c", LEAVING], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_stages_that_do_not_fit(tmp_path):
-    found = launch(_too_many, tmp_path, world_size=3)
-    assert all("2 stages cannot be spread over 3 processes" in each for each in found)
+    messages = launch(_too_many, tmp_path, world_size=3)
+    assert all("2 stages cannot be spread over 3 processes" in message for message in messages)
 
 
 def _too_many(rank):
@@ -79,13 +79,13 @@ def _too_many(rank):
 
 @pytest.mark.parametrize("backend", ["gloo", "device"])
 def test_a_pipeline_that_cannot_be_built_leaves_the_others_usable(backend, tmp_path):
-    found = launch(_build_twice, tmp_path, world_size=3, backend=backend)
-    assert len(found[-1]) == 2 and not found[0]  # the losses are on the last rank
+    losses = launch(_build_twice, tmp_path, world_size=3, backend=backend)
+    assert len(losses[-1]) == 2 and not losses[0]  # the losses are on the last rank
 
 
 def _build_twice(rank):
-    told = "2 stages cannot be spread over 3 processes"
-    with pytest.raises((ValueError, rd.PipelineError), match=told):  # its own, or another rank's
+    message = "2 stages cannot be spread over 3 processes"
+    with pytest.raises((ValueError, rd.PipelineError), match=message):  # its own, or another rank's
         rd.DistributedPipeline(model(), stages=2, **options())
     time.sleep(3 * BEAT)  # until its thread has heard of the error, if it still listens
     pipe = rd.DistributedPipeline(model(), stages=3, **options())
@@ -99,9 +99,9 @@ def test_ranks_that_disagree(tmp_path):
         ("accumulate", (1, 2), "2 and not 1"),
         ("lr_by_delay", (False, True), "True and not False"),
     ):
-        found = launch(_disagree, tmp_path / name, name, first, second)
-        message = f"rank 1 was given another {name} than rank 0: {said}"
-        assert all(message in each for each in found)
+        messages = launch(_disagree, tmp_path / name, name, first, second)
+        expected = f"rank 1 was given another {name} than rank 0: {said}"
+        assert all(expected in message for message in messages)
 
 
 def _disagree(rank, name, *values):

@@ -1,4 +1,4 @@
-"""The wheel in a clean environment that holds torch and what torch needs: it works, or says why."""
+"""The wheel works, or says why not, in a clean environment with torch and its requirements."""
 
 import re
 import shutil
@@ -45,7 +45,7 @@ def clean(tmp_path_factory) -> Path:
 
 
 def requirements(name: str) -> set[str]:
-    """Return a package and, recursively, those that it cannot do without here."""
+    """Return a package and, recursively, the installed packages that it requires."""
     names, todo = set(), [name]
     while todo:
         name = todo.pop()
@@ -53,7 +53,9 @@ def requirements(name: str) -> set[str]:
             continue
         names.add(name)
         for line in metadata.requires(name) or ():
-            required = re.match(r"[\w.-]+", line)[0].lower().replace("_", "-")
+            match = re.match(r"[\w.-]+", line)
+            assert match is not None, line
+            required = match[0].lower().replace("_", "-")
             if "extra ==" not in line and is_installed(required):
                 todo.append(required)
     return names
@@ -74,7 +76,7 @@ def top_level(names: set[str]) -> set[Path]:
         package = metadata.distribution(name)
         for file in package.files or ():
             if not file.parts[0].startswith(("..", "__pycache__")):
-                paths.add(Path(package.locate_file(file.parts[0])))
+                paths.add(Path(str(package.locate_file(file.parts[0]))))
     return {path for path in paths if path.exists()}
 
 
@@ -91,8 +93,8 @@ assert not [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
 assert "site-packages" in redivider.__file__
 """
     extras = ("numpy", "safetensors", "tqdm", "tyro", "matplotlib", "sklearn", "pytest", "PIL")
-    found = run(clean, "-c", code, *extras, cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
+    done = run(clean, "-c", code, *extras, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 USE = """
@@ -132,9 +134,9 @@ for use in (lambda: pipe.save("state"), lambda: pipe.load("state"), lambda: prob
 
 
 def test_the_core_runs_and_names_the_extra_that_is_missing(clean, tmp_path):
-    found = run(clean, "-c", USE, cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    lines = found.stdout.splitlines()
+    done = run(clean, "-c", USE, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     assert len(lines) == 3 and all(REMEDY.fullmatch(line) for line in lines), lines
     assert "safetensors" in lines[0] and "matplotlib" in lines[2]
     assert not list(tmp_path.iterdir()), "nothing is half-written"
@@ -149,11 +151,11 @@ def test_the_core_runs_and_names_the_extra_that_is_missing(clean, tmp_path):
     ],
 )
 def test_a_command_that_needs_an_extra_says_so_in_a_line(words, clean, tmp_path):
-    found = run(clean, "-m", "redivider", *words.split(), cwd=tmp_path)
-    assert found.returncode == 2, found.stderr
-    lines = [line for line in found.stderr.splitlines() if "NumPy" not in line]
-    assert REMEDY.fullmatch(lines[-1].removeprefix("redivider: ")), found.stderr
-    assert "Traceback" not in found.stderr and not list(tmp_path.iterdir())
+    done = run(clean, "-m", "redivider", *words.split(), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "NumPy" not in line]
+    assert REMEDY.fullmatch(lines[-1].removeprefix("redivider: ")), done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_a_report_without_its_extra_says_so_in_a_line(clean, tmp_path):
@@ -162,14 +164,14 @@ def test_a_report_without_its_extra_says_so_in_a_line(clean, tmp_path):
     (tmp_path / "run" / "log.jsonl").write_text(
         '{"kind": "train", "step": 1, "loss": 2.0, "seconds": 1.0}\n' * 2
     )
-    found = run(clean, "-m", "redivider", "report", "run", cwd=tmp_path)
-    assert found.returncode == 2, found.stderr
-    assert REMEDY.search(found.stderr) and "Traceback" not in found.stderr
+    done = run(clean, "-m", "redivider", "report", "run", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert REMEDY.search(done.stderr) and "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "report.html").exists()
 
 
 def test_commands_that_need_no_extra_run(clean, tmp_path):
     for words in ("models revnet18", "recipes", "--help"):
-        found = run(clean, "-m", "redivider", *words.split(), cwd=tmp_path)
-        assert found.returncode == 0, (words, found.stderr)
-        assert found.stdout
+        done = run(clean, "-m", "redivider", *words.split(), cwd=tmp_path)
+        assert done.returncode == 0, (words, done.stderr)
+        assert done.stdout

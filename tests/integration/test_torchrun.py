@@ -1,4 +1,4 @@
-"""`redivider train` under torchrun: the run of one process, whatever happens on the way."""
+"""`redivider train` under torchrun equals a run in one process, whatever happens to its ranks."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ NUM_RUNS = int(os.environ.get("REDIVIDER_STRESS", "1"))
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A run in one process."""
+    """Return the folder of a run in one process."""
     folder = tmp_path_factory.mktemp("whole")
     train(small(), folder / "run")
     (folder / "recipe.json").write_text(small().to_json())
@@ -39,7 +39,7 @@ def test_a_rank_is_killed_and_all_go_on(number, whole, asked):
 
 
 def test_a_stopped_run_goes_on_in_another_number_of_processes(tmp_path, monkeypatch):
-    """Of 260 steps and more: ranks agree to stop about once a second."""
+    """Train for more than 260 steps, because ranks agree to stop about once a second."""
     monkeypatch.chdir(tmp_path)
     whole, asked = tmp_path / "whole", "recipe.json"
     train(small(epochs=3.0), whole)
@@ -69,16 +69,17 @@ def test_the_rank_whose_memory_is_full_says_so(rank, asked):
 
 
 def last_step() -> int:
-    return max(int(each.name.removeprefix("step-")) for each in Path("run/checkpoints").glob("s*"))
+    paths = Path("run/checkpoints").glob("s*")
+    return max(int(path.name.removeprefix("step-")) for path in paths)
 
 
 def test_replicas(asked):
     words = ("--out", "run", "--replicas", "2", "--stages", "2", "--epochs", "6")
     codes, said = run_ranks(4, "train", asked, *words)
     assert codes == [0] * 4, said
-    found = rows(Path("run"))
-    assert found[-1]["loss"] < 0.8 * found[0]["loss"]
-    assert found[-1]["step"] == 6 * 44  # half of 89 micro-batches an epoch, for each replica
+    lines = rows(Path("run"))
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    assert lines[-1]["step"] == 6 * 44  # half of 89 micro-batches an epoch, for each replica
 
 
 @pytest.mark.parametrize(

@@ -50,13 +50,13 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def is_one_line(said, what):
-    """Whether a command has ended with one line that says what is wrong."""
+    """Return whether a command ended with one line that says what is wrong."""
     lines = [line for line in said.splitlines() if line.startswith("redivider: ")]
     return len(lines) == 1 and what in lines[0] and "Traceback" not in said
 
 
 def forget_the_end(folder):
-    """As if the run had been killed just before."""
+    """Remove the end of a log, as if the run had been killed just before."""
     lines = (folder / "log.jsonl").read_text().splitlines()
     kept = [line for line in lines if '"kind": "end"' not in line]
     (folder / "log.jsonl").write_text("".join(f"{line}\n" for line in kept))
@@ -91,7 +91,7 @@ def test_signals_lose_nothing(how, whole):
     assert code == 0, said
     for kind in ("train", "evaluate", "end"):
         assert rows(Path("parts"), kind) == rows(whole, kind)
-    ours, theirs = (load_file(each / "model.safetensors") for each in (Path("parts"), whole))
+    ours, theirs = (load_file(run / "model.safetensors") for run in (Path("parts"), whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert len(list(Path("parts/checkpoints").iterdir())) == 2
 
@@ -110,8 +110,8 @@ def test_a_full_disk_loses_no_checkpoint(capsys):
     assert code == 2, said
     assert is_one_line(said, "make room")
     assert "warning: cannot write a checkpoint" in said  # training went on until the end
-    found = sorted(Path("full/checkpoints").iterdir())
-    assert [each.name for each in found] == [each.name for each in kept]
+    paths = sorted(Path("full/checkpoints").iterdir())
+    assert [path.name for path in paths] == [path.name for path in kept]
     assert main(["train", "--resume", "full"]) == 0
 
 
@@ -139,8 +139,8 @@ def test_a_damaged_checkpoint_is_passed_over(capsys, caplog):
     assert rows(Path("run")) == whole
     assert rows(Path("run"), "end")
     forget_the_end(Path("run"))
-    for each in Path("run/checkpoints").iterdir():
-        (each / "manifest.json").write_text("{}")
+    for path in Path("run/checkpoints").iterdir():
+        (path / "manifest.json").write_text("{}")
     assert main(["train", "--resume", "run"]) == 2
     assert "are damaged; train anew" in capsys.readouterr().err
     assert before.exists()
@@ -220,7 +220,7 @@ def test_two_at_once_take_two_folders():
     words = "train recipe.json --epochs 0.1 --seed".split()
     both = [start_command(*words, seed, output=Path(f"{seed}.txt")) for seed in (1, 2)]
     assert not workers.end(both, seconds(60))
-    assert [each.exitcode for each in both] == [0, 0]
+    assert [process.exitcode for process in both] == [0, 0]
     seeds = {json.loads(path.read_text())["seed"] for path in Path("runs").glob("*/recipe.json")}
     assert seeds == {1, 2}
 
@@ -261,13 +261,13 @@ def test_a_resolved_recipe_can_be_given_back():
 
 
 def test_comparisons_are_captured_and_probed_pipelines_once_more_without_the_probe():
-    made = recipe(compare=("store", "petra"), device="cuda", probe_every=50)
-    found = variants(made)
-    assert [name for name, _ in found] == ["store", "petra", "petra, captured"]
-    assert all(each.capture for _, each in found)
-    assert [each.probe_every for _, each in found] == [50, 50, 0]
+    config = recipe(compare=("store", "petra"), device="cuda", probe_every=50)
+    runs = variants(config)
+    assert [name for name, _ in runs] == ["store", "petra", "petra, captured"]
+    assert all(variant.capture for _, variant in runs)
+    assert [variant.probe_every for _, variant in runs] == [50, 50, 0]
     for other in ({"probe_every": 0}, {"capture": False}, {"device": "cpu"}):
-        assert [name for name, _ in variants(replace(made, **other))] == ["store", "petra"]
+        assert [name for name, _ in variants(replace(config, **other))] == ["store", "petra"]
 
 
 def test_compare_and_report(capsys):

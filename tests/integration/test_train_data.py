@@ -1,4 +1,4 @@
-"""Training on every data set: CIFAR-10 where it is, the others from archives made here."""
+"""Training on every data set: CIFAR-10 if it is available, the others from small archives."""
 
 import os
 from math import isfinite
@@ -27,8 +27,8 @@ def has_cifar10():
 @pytest.mark.skipif(not has_cifar10(), reason="CIFAR-10 is not in $REDIVIDER_DATA")
 @pytest.mark.parametrize("method", get_args(Method))
 def test_300_steps_of_cifar10(method, tmp_path):
-    made = recipe(data="cifar10", method=method, microbatch=8, epochs=300 / 6250, log_every=100)
-    train(made, tmp_path / "run")
+    config = recipe(data="cifar10", method=method, microbatch=8, epochs=300 / 6250, log_every=100)
+    train(config, tmp_path / "run")
     lines = rows(tmp_path / "run")
     assert lines[-1]["step"] == 300
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -49,7 +49,7 @@ def test_50_steps_of_the_others(data, method, tmp_path):
         for part in ("train", "val"):
             write_classes(tmp_path / part, {"n01": 12, "n02": 9})
         options["image_size"] = 32
-    made = recipe(
+    config = recipe(
         data=data,
         data_folder=str(tmp_path),
         model_options=options,
@@ -58,7 +58,7 @@ def test_50_steps_of_the_others(data, method, tmp_path):
         epochs=50 / (num // 8),
         evaluate_every=100,
     )
-    train(made, tmp_path / "run")
+    train(config, tmp_path / "run")
     lines = rows(tmp_path / "run")
     assert lines[-1]["step"] == 50
     assert all(isfinite(line["loss"]) for line in lines)

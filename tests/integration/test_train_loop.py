@@ -1,4 +1,4 @@
-"""The loop: its numbers are those of a loop written by hand; runs go on where they stopped."""
+"""The loop: its numbers are those of a loop written by hand, and stopped runs resume."""
 
 import json
 import math
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def by_hand(num_updates):
-    """Plain torch: a model, an optimizer, a loop."""
+    """Train by plain torch: a model, an optimizer, a loop."""
     model = training.model()
     optimizer = torch.optim.SGD(
         training.groups(model.parameters()), lr=0.05, momentum=0.9, nesterov=True
@@ -61,13 +61,13 @@ def by_hand(num_updates):
 
 
 def test_the_loop_is_the_one_by_hand(tmp_path):
-    made = recipe(method="store")
-    result = train(made, tmp_path / "run")
+    config = recipe(method="store")
+    result = train(config, tmp_path / "run")
     # Half of 89 micro-batches, in whole updates: 46.
     model, losses, correct = by_hand(23)
     trained = load_file(tmp_path / "run" / "model.safetensors")
     assert trained.keys() == model.state_dict().keys()
-    assert all(torch.equal(trained[name], each) for name, each in model.state_dict().items())
+    assert all(torch.equal(trained[name], tensor) for name, tensor in model.state_dict().items())
     lines = rows(tmp_path / "run")
     assert [line["step"] for line in lines] == [10, 20, 30, 40, 46]
     for line, start in zip(lines, (0, 10, 20, 30, 40), strict=True):
@@ -85,8 +85,8 @@ def test_the_loop_is_the_one_by_hand(tmp_path):
 
 
 def test_a_pipeline_is_the_one_by_hand(tmp_path):
-    made = recipe(method="petra", schedule="constant", warmup=0)
-    train(made, tmp_path / "run")
+    config = recipe(method="petra", schedule="constant", warmup=0)
+    train(config, tmp_path / "run")
     model = training.model("reverse")
 
     def optimizer(stage):
@@ -98,27 +98,27 @@ def test_a_pipeline_is_the_one_by_hand(tmp_path):
         model, stages="auto", loss=F.cross_entropy, optimizer=optimizer, accumulate=2, seed=0
     )
     batches = load("digits", train=True).batches(16, train=True, seed=0)
-    losses = [pipe.step(*batches[step]).loss for step in range(46)]
-    losses += [tick.loss for tick in pipe.flush(update=True)]
-    losses = [each.item() for each in losses if each is not None]
+    ticks = [pipe.step(*batches[step]) for step in range(46)]
+    ticks += pipe.flush(update=True)
+    losses = [tick.loss.item() for tick in ticks if tick.loss is not None]
     trained = load_file(tmp_path / "run" / "model.safetensors")
-    assert all(torch.equal(trained[name], each) for name, each in model.state_dict().items())
+    assert all(torch.equal(trained[name], tensor) for name, tensor in model.state_dict().items())
     lines = rows(tmp_path / "run")
-    ends = [step - 3 for step in (10, 20, 30, 40)] + [46]  # four stages: three on their way
+    ends = [step - 3 for step in (10, 20, 30, 40)] + [46]  # four stages: three in flight
     for line, start, end in zip(lines, [0, *ends], ends, strict=False):
         assert line["loss"] == pytest.approx(sum(losses[start:end]) / (end - start), rel=1e-6)
 
 
 @pytest.mark.parametrize("method", get_args(Method))
 def test_every_method_goes_through(method, tmp_path):
-    made = recipe(method=method, epochs=0.3, probe_every=20 if method == "petra" else 0)
-    result = train(made, tmp_path / "run")
+    config = recipe(method=method, epochs=0.3, probe_every=20 if method == "petra" else 0)
+    result = train(config, tmp_path / "run")
     run = read_run(tmp_path / "run")
     assert result.score.loss < 2.4
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["method"] == method
     assert len(run.memory) == 1 and sum(run.held("activations")) > 0
     assert bool(run.quality) == (method == "petra")
-    if made.is_pipeline:
+    if config.is_pipeline:
         assert len(run.held("activations")) == 4
         ticks = {(kind, stage) for kind, stage, *_ in run.timeline[0]["spans"]}
         assert ticks == {(kind, stage) for kind in "FB" for stage in range(4)}
@@ -128,7 +128,7 @@ def test_every_method_goes_through(method, tmp_path):
 def test_text_and_its_head(model, tmp_path):
     (tmp_path / "input.txt").write_text("to be or not to be, that is the question. " * 200)
     for method in ("store", "petra"):
-        made = recipe(
+        config = recipe(
             model=model,
             model_options={"width": 16, "heads": 2, "depth": 1},
             depths=(),
@@ -141,7 +141,7 @@ def test_text_and_its_head(model, tmp_path):
             clip_norm=1.0,
             epochs=4,
         )
-        result = train(made, tmp_path / method)
+        result = train(config, tmp_path / method)
         assert result.score.accuracy is None
         assert result.score.loss < 3.3 < math.log(256)
         assert "head.weight" in load_file(tmp_path / method / "model.safetensors")
@@ -150,13 +150,13 @@ def test_text_and_its_head(model, tmp_path):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Return a function that gives the folder of a whole run of a recipe, trained once."""
-    folders = {}
+    folders: dict[str, Path] = {}
 
-    def run(made: Recipe) -> Path:
-        text = made.to_json()
+    def run(config: Recipe) -> Path:
+        text = config.to_json()
         if text not in folders:
             folders[text] = tmp_path_factory.mktemp("whole") / "run"
-            train(made, folders[text])
+            train(config, folders[text])
         return folders[text]
 
     return run
@@ -174,43 +174,43 @@ def undisturbed(tmp_path_factory):
 def test_a_run_that_was_stopped_goes_on_to_the_last_bit(
     method, at, tmp_path, monkeypatch, undisturbed
 ):
-    made = recipe(method=method, save_minutes=1e9)
-    whole = undisturbed(made)
+    config = recipe(method=method, save_minutes=1e9)
+    whole = undisturbed(config)
     stop_after(monkeypatch, at)
     with pytest.raises(Stopped, match="saved"):
-        train(made, tmp_path / "parts")
+        train(config, tmp_path / "parts")
     torch.manual_seed(99)
-    train(made, tmp_path / "parts", resume=True)
+    train(config, tmp_path / "parts", resume=True)
     for kind in ("train", "evaluate", "end"):
         assert rows(tmp_path / "parts", kind) == rows(whole, kind)
     ours, theirs = (load_file(run / "model.safetensors") for run in (tmp_path / "parts", whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     # And one that has ended ends again, with nothing done.
     before = (tmp_path / "parts" / "log.jsonl").read_text()
-    again = train(made, tmp_path / "parts", resume=True)
+    again = train(config, tmp_path / "parts", resume=True)
     assert again.score.loss == rows(tmp_path / "parts", "end")[0]["loss"]
     assert (tmp_path / "parts" / "log.jsonl").read_text() == before
 
 
 def test_quality_is_written_before_a_run_stops(tmp_path, monkeypatch):
-    made = recipe(method="petra", probe_every=4, log_every=1000, evaluate_every=100)
+    config = recipe(method="petra", probe_every=4, log_every=1000, evaluate_every=100)
     stop_after(monkeypatch, 22)
     with pytest.raises(Stopped):
-        train(made, tmp_path / "run")
+        train(config, tmp_path / "run")
     assert {row["step"] for row in rows(tmp_path / "run", "quality")} == {22}
 
 
 def test_dropout_goes_on_too(tmp_path, monkeypatch):
     options = {"width": 16, "heads": 2, "depth": 1, "dropout": 0.5, "patch_size": 4}
     for method in ("reverse", "petra"):
-        made = recipe(
+        config = recipe(
             model="rev_vit_tiny", model_options=options, depths=(), method=method, epochs=0.3
         )
-        train(made, tmp_path / f"{method}-whole")
+        train(config, tmp_path / f"{method}-whole")
         stop_after(monkeypatch, 13)
         with pytest.raises(Stopped):
-            train(made, tmp_path / method)
-        train(made, tmp_path / method, resume=True)
+            train(config, tmp_path / method)
+        train(config, tmp_path / method, resume=True)
         assert rows(tmp_path / method) == rows(tmp_path / f"{method}-whole")
 
 
@@ -218,42 +218,43 @@ def test_tensorboard_has_the_curves(undisturbed):
     run = undisturbed(recipe(method="store", save_minutes=1e9))
     board = EventAccumulator(str(run / "tensorboard")).Reload()
     for kind in ("train", "evaluate"):
-        found = [(each.step, each.value) for each in board.Scalars(f"{kind}/loss")]
+        points = [(event.step, event.value) for event in board.Scalars(f"{kind}/loss")]
         wanted = [(row["step"], row["loss"]) for row in rows(run, kind)]
-        assert [step for step, _ in found] == [step for step, _ in wanted]
-        assert [v for _, v in found] == pytest.approx([v for _, v in wanted], rel=1e-6)
+        assert [step for step, _ in points] == [step for step, _ in wanted]
+        assert [v for _, v in points] == pytest.approx([v for _, v in wanted], rel=1e-6)
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path):
     for method in ("store", "petra"):
-        made = recipe(method=method, lr=1e6, schedule="constant", warmup=0, save_minutes=0)
+        config = recipe(method=method, lr=1e6, schedule="constant", warmup=0, save_minutes=0)
         with pytest.raises(TrainError, match="a lower lr") as error:
-            train(made, tmp_path / method)
+            train(config, tmp_path / method)
         assert "\n" not in str(error.value)
     for path in (tmp_path / "store" / "checkpoints").glob("*"):
         saved = read_state(path)["engine"]["model"]
-        assert all(e.isfinite().all() for name, e in saved.items() if "running" not in name)
+        assert all(
+            tensor.isfinite().all() for name, tensor in saved.items() if "running" not in name
+        )
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
     step = BackpropEngine.step
 
     def spoilt(self, x, y):
-        found = step(self, x, y)
+        metrics = step(self, x, y)
         if self.num_updates == 10:
             next(self.task.model.parameters()).data.fill_(torch.inf)
-        return found
+        return metrics
 
     monkeypatch.setattr(BackpropEngine, "step", spoilt)
     with pytest.raises(TrainError, match="weights are not finite after micro-batch 20"):
         train(recipe(method="store", save_minutes=0), tmp_path / "run")
-    assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == [
-        "step-000000010"
-    ]
+    paths = (tmp_path / "run" / "checkpoints").iterdir()
+    assert [path.name for path in paths] == ["step-000000010"]
 
 
 class Killed(BaseException):
-    """As good as SIGKILL: nothing here catches it."""
+    """Stands for SIGKILL: nothing here catches it."""
 
 
 KINDS = ("start", "train", "evaluate", "memory", "timeline", "end")
@@ -273,8 +274,8 @@ KINDS = ("start", "train", "evaluate", "memory", "timeline", "end")
 def test_a_run_that_was_killed_anywhere_has_the_same_log(
     where, time, tmp_path, monkeypatch, undisturbed
 ):
-    made = recipe(method="petra", epochs=0.3, save_minutes=0)
-    whole = undisturbed(made)
+    config = recipe(method="petra", epochs=0.3, save_minutes=0)
+    whole = undisturbed(config)
     name, _, after = where.partition(", ")
     home, method = name.split(".")
     kind = {"Checkpoints": Checkpoints, "Training": Training}[home]
@@ -292,28 +293,28 @@ def test_a_run_that_was_killed_anywhere_has_the_same_log(
     with monkeypatch.context() as patched:
         patched.setattr(kind, method, killed)
         with pytest.raises(Killed):
-            train(made, tmp_path / "parts")
+            train(config, tmp_path / "parts")
     (tmp_path / "parts" / "checkpoints").mkdir(exist_ok=True)
     (tmp_path / "parts" / "checkpoints" / ".step-000000010.new-1").mkdir()
-    train(made, tmp_path / "parts", resume=True)
+    train(config, tmp_path / "parts", resume=True)
     assert not list((tmp_path / "parts" / "checkpoints").glob(".*")) or time == 1
-    for each in KINDS:
-        ours, theirs = rows(tmp_path / "parts", each), rows(whole, each)
-        if each == "timeline":
-            assert len(ours) == len(theirs) == 1
+    for row_kind in KINDS:
+        lines, expected = rows(tmp_path / "parts", row_kind), rows(whole, row_kind)
+        if row_kind == "timeline":
+            assert len(lines) == len(expected) == 1
         else:
-            assert ours == theirs
+            assert lines == expected
     seconds = [row["seconds"] for row in read_run(tmp_path / "parts").train]
     assert seconds == sorted(seconds)
     ours, theirs = (load_file(run / "model.safetensors") for run in (tmp_path / "parts", whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     board = EventAccumulator(str(tmp_path / "parts" / "tensorboard")).Reload()
-    steps = [each.step for each in board.Scalars("train/loss")]
+    steps = [event.step for event in board.Scalars("train/loss")]
     assert steps == [row["step"] for row in rows(tmp_path / "parts") if row["loss"] is not None]
 
 
 def test_two_signals_before_the_first_checkpoint_say_so(tmp_path, monkeypatch, capfd):
-    def twice(*given):
+    def twice(*args):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -325,8 +326,8 @@ def test_two_signals_before_the_first_checkpoint_say_so(tmp_path, monkeypatch, c
 
 
 def test_a_signal_at_the_very_end_loses_nothing(tmp_path, monkeypatch):
-    made = recipe(method="store", epochs=0.2, evaluate_every=100)
-    train(made, tmp_path / "whole")
+    config = recipe(method="store", epochs=0.2, evaluate_every=100)
+    train(config, tmp_path / "whole")
     evaluate = BackpropEngine.evaluate
     signals = iter([1, 2, 0, 0])
 
@@ -336,18 +337,18 @@ def test_a_signal_at_the_very_end_loses_nothing(tmp_path, monkeypatch):
         return evaluate(self)
 
     monkeypatch.setattr(BackpropEngine, "evaluate", interrupted)
-    result = train(made, tmp_path / "once")  # so near the end it ends
+    result = train(config, tmp_path / "once")  # so near the end it ends
     with pytest.raises(Stopped, match="interrupted, with what was last saved") as stopped:
-        train(made, tmp_path / "twice")
+        train(config, tmp_path / "twice")
     assert stopped.value.folder == tmp_path / "twice"
-    again = train(made, tmp_path / "twice", resume=True)
+    again = train(config, tmp_path / "twice", resume=True)
     assert again.score == result.score
-    for each in KINDS:
-        assert rows(tmp_path / "twice", each) == rows(tmp_path / "whole", each)
+    for kind in KINDS:
+        assert rows(tmp_path / "twice", kind) == rows(tmp_path / "whole", kind)
 
 
 def test_a_run_has_its_folder_alone(tmp_path):
-    made = recipe(method="store", epochs=0.1)
+    config = recipe(method="store", epochs=0.1)
     with locked(tmp_path):
         code = f"""
 from pathlib import Path
@@ -362,24 +363,24 @@ else:
 """
         subprocess.run([sys.executable, "-c", code], check=True)
     (tmp_path / "busy").mkdir()
-    (tmp_path / "busy" / "recipe.json").write_text(made.to_json())
+    (tmp_path / "busy" / "recipe.json").write_text(config.to_json())
     (tmp_path / "busy" / "log.jsonl").touch()
     with locked(tmp_path / "busy"), pytest.raises(TrainError, match="another process"):
-        train(made, tmp_path / "busy", resume=True)
-    folders = [train(made, tmp_path / "run", numbered=True).folder.name for _ in range(3)]
+        train(config, tmp_path / "busy", resume=True)
+    folders = [train(config, tmp_path / "run", numbered=True).folder.name for _ in range(3)]
     assert folders == ["run", "run-2", "run-3"]
     with pytest.raises(TrainError, match="is there already"):
-        train(made, tmp_path / "run")
+        train(config, tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    assert train(made, tmp_path / "empty").folder == tmp_path / "empty"
+    assert train(config, tmp_path / "empty").folder == tmp_path / "empty"
 
 
 def test_a_finished_run_is_left_alone(tmp_path):
-    made = recipe(method="store", epochs=0.1)
-    train(made, tmp_path / "run")
+    config = recipe(method="store", epochs=0.1)
+    train(config, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     before = (tmp_path / "run" / "log.jsonl").read_text()
-    train(made, tmp_path / "run", resume=True)
+    train(config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "log.jsonl").read_text() == before
 
 
@@ -389,8 +390,8 @@ def test_the_record_does_not_depend_on_where_it_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = {"width": 8, "heads": 2, "depth": 1}
     options = {"data": "text", "data_folder": "words", "depths": (), "context": 8}
-    made = recipe(model="gpt_nano", model_options=small, method="store", epochs=0.1, **options)
-    train(made, tmp_path / "run")
+    config = recipe(model="gpt_nano", model_options=small, method="store", epochs=0.1, **options)
+    train(config, tmp_path / "run")
     record = json.loads((tmp_path / "run" / "recipe.json").read_text())
     assert record["data_folder"] == str(tmp_path / "words")
     assert record["device"] in ("cpu", "cuda")
@@ -421,12 +422,12 @@ def test_a_comparison_is_not_one_training(tmp_path):
 
 
 def test_a_run_that_was_killed_before_its_log_begins_anew(tmp_path):
-    made = recipe(epochs=0.2)
-    whole = train(made, tmp_path / "whole")
+    config = recipe(epochs=0.2)
+    whole = train(config, tmp_path / "whole")
     folder = tmp_path / "killed"
     folder.mkdir()
     shutil.copy(tmp_path / "whole" / "recipe.json", folder)
-    assert train(made, folder, resume=True).score == whole.score
+    assert train(config, folder, resume=True).score == whole.score
 
 
 @pytest.mark.parametrize("tail", [b"\xff\xfe", b"5", b'{"kind": "tr'])
@@ -473,7 +474,7 @@ CPU_FULL = (  # of builds of torch that allocate in different ways
     "[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: not enough memory: you tried "
     "to allocate 7340032 bytes.",
 )
-FULL = {
+FULL: dict[Exception, str] = {
     **{RuntimeError(text): "7 MiB" for text in CPU_FULL},
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"): "2.50 GiB",
     MemoryError("Unable to allocate 7.28 TiB for an array with shape (10,)"): "7.28 TiB",
@@ -482,7 +483,7 @@ FULL = {
 
 @pytest.mark.parametrize("error", FULL, ids=lambda error: type(error).__name__)
 def test_what_cannot_be_built_for_want_of_memory_says_so(error, tmp_path, monkeypatch):
-    def full(*given):
+    def full(*args):
         raise error
 
     monkeypatch.setattr("redivider.train.build.make_task", full)
@@ -495,10 +496,10 @@ def test_what_cannot_be_built_for_want_of_memory_says_so(error, tmp_path, monkey
 
 
 def test_other_errors_are_not_about_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("redivider.train.build.make_task", lambda *given: torch.ones(2) @ 3)
+    monkeypatch.setattr("redivider.train.build.make_task", lambda *args: torch.ones(2) @ 3)
     with pytest.raises(TypeError):
         train(recipe(), tmp_path / "run")
-    monkeypatch.setattr("redivider.train.build.make_task", lambda *given: torch.ones(2).view(3))
+    monkeypatch.setattr("redivider.train.build.make_task", lambda *args: torch.ones(2).view(3))
     with pytest.raises(RuntimeError, match="invalid for input of size"):
         train(recipe(), tmp_path / "run")
 
@@ -507,7 +508,7 @@ def test_other_errors_are_not_about_memory(tmp_path, monkeypatch):
 def test_depths_are_measured_with_as_many_threads_as_the_recipe_says(tmp_path, monkeypatch):
     seen = []
 
-    def measure(each):
+    def measure(variant):
         seen.append(torch.get_num_threads())
         return {}
 

@@ -1,4 +1,4 @@
-"""Every number of the log, and every field that changes one, against plain torch."""
+"""Every number of the log, and every field that changes one, compared to plain torch."""
 
 import math
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from redivider.data import load
 from redivider.train import clock, loop
 from redivider.train.build import build, num_microbatches
-from redivider.train.engine import BackpropEngine
+from redivider.train.engine import BackpropEngine, PipelineEngine
 from redivider.train.loop import train
 from redivider.train.task import Labels, make_task
 
@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 def test_rates_epochs_and_speed_are_those_of_the_line(tmp_path, monkeypatch):
     times = iter(range(10**6))
     monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(times)))
-    made = recipe(method="store", schedule="step", milestones=(0.3,), warmup=0.2)
-    train(made, tmp_path / "run")
+    config = recipe(method="store", schedule="step", milestones=(0.3,), warmup=0.2)
+    train(config, tmp_path / "run")
     lines = loop.read_run(tmp_path / "run").train
     per_epoch = 89
     for line, before in zip(lines, [None, *lines], strict=False):
@@ -44,7 +44,7 @@ def test_rates_epochs_and_speed_are_those_of_the_line(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_adamw_and_clipping_by_hand(clip, tmp_path):
-    made = recipe(
+    config = recipe(
         method="store",
         optimizer="adamw",
         betas=(0.5, 0.7),
@@ -56,7 +56,7 @@ def test_adamw_and_clipping_by_hand(clip, tmp_path):
         label_smoothing=0.3,
         epochs=0.2,
     )
-    train(made, tmp_path / "run")
+    train(config, tmp_path / "run")
     model = training.model()
     optimizer = torch.optim.AdamW(training.groups(model.parameters()), lr=3e-3, betas=(0.5, 0.7))
     batches = load("digits", train=True).batches(16, train=True, seed=0)
@@ -68,11 +68,11 @@ def test_adamw_and_clipping_by_hand(clip, tmp_path):
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     trained = load_file(tmp_path / "run" / "model.safetensors")
-    assert all(torch.equal(trained[name], each) for name, each in model.state_dict().items())
+    assert all(torch.equal(trained[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_a_pipeline_is_built_as_the_recipe_says():
-    made = recipe(
+    config = recipe(
         method="dsp",
         stages=3,
         latency=2,
@@ -84,13 +84,19 @@ def test_a_pipeline_is_built_as_the_recipe_says():
         lr=0.9,
         lr_by_delay=True,
     )
-    pipe = build(made).pipe
+    engine = build(config)
+    assert isinstance(engine, PipelineEngine)
+    pipe = engine.pipe
     assert (pipe.method.name, pipe.latency, pipe.lookahead, pipe.seed) == ("dsp", 2, "momentum", 5)
-    assert pipe.arithmetic.exact and pipe.accumulate == 3 and pipe._clip.norm == 0.7
+    assert pipe.arithmetic.exact and pipe.accumulate == 3
+    assert pipe._clip is not None and pipe._clip.norm == 0.7
     assert len(pipe.stages) == 3 and pipe.balance > 1
-    rates = [stage.optimizer.param_groups[0]["lr"] for stage in pipe.stages]
+    optimizers = [stage.optimizer for stage in pipe.stages if stage.optimizer is not None]
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     assert rates == [0.9 / (1 + 8 / 3), 0.9 / (1 + 4 / 3), 0.9]
-    assert build(recipe(method="petra", stages=2)).pipe.balance < 1.9  # by work, not by number
+    engine = build(recipe(method="petra", stages=2))
+    assert isinstance(engine, PipelineEngine)
+    assert engine.pipe.balance < 1.9  # by work, not by number
 
 
 def test_bf16_computes_in_bf16():
@@ -114,7 +120,7 @@ class Casts(TorchDispatchMode):
 
     def __init__(self, tensors):
         super().__init__()
-        self.nums = {each.data_ptr(): 0 for each in tensors}
+        self.nums = {tensor.data_ptr(): 0 for tensor in tensors}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -126,13 +132,14 @@ class Casts(TorchDispatchMode):
 
 def test_bf16_casts_the_weights_once_an_update():
     engine = build(recipe(method="store", precision="bf16", accumulate=3, schedule="constant"))
+    assert isinstance(engine, BackpropEngine)
     model = training.model()
     optimizer = torch.optim.SGD(
         training.groups(model.parameters()), lr=0.05, momentum=0.9, nesterov=True
     )
     batches = [engine.task.train[step] for step in range(9)]
     for start in range(0, 9, 3):
-        before = [each.clone() for each in engine.task.model.parameters()]
+        before = [param.clone() for param in engine.task.model.parameters()]
         with Casts(engine.task.model.parameters()) as casts:
             for x, y in batches[start : start + 3]:
                 engine.step(x, y)
@@ -168,7 +175,7 @@ def test_text_is_evaluated_by_its_targets(model, tmp_path, monkeypatch):
     """The last window is not full; each target counts once, and the rest not at all."""
     monkeypatch.setattr("redivider.train.task.TOKENS", 32)  # two windows, and one
     (tmp_path / "input.txt").write_text("some words, and others, and more of them. " * 9 + "end")
-    made = recipe(
+    config = recipe(
         data="text",
         data_folder=str(tmp_path),
         context=16,
@@ -178,12 +185,12 @@ def test_text_is_evaluated_by_its_targets(model, tmp_path, monkeypatch):
         microbatch=1,
         method="store",
     )
-    engine = build(made)
+    engine = build(config)
     assert isinstance(engine, BackpropEngine)
     network = engine.task.model.eval()
     batches = list(engine.task.test)
     assert [len(x) for x, _ in batches] == [2, 1]
-    x, y = (torch.cat(each) for each in zip(*batches, strict=True))
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     assert (y < 0).any()
     if model == "roberta_base":
         assert (y >= 0).sum(1).tolist() == [2, 2, 1]  # 15 % of 16, 16 and 7
@@ -201,7 +208,7 @@ def test_text_is_evaluated_by_its_targets(model, tmp_path, monkeypatch):
 def test_text_is_evaluated_many_tokens_at_a_time(microbatch, context, num, tmp_path):
     (tmp_path / "train.txt").write_text("ab" * 2**15)
     (tmp_path / "valid.txt").write_text("ba" * 2**15)
-    made = recipe(
+    config = recipe(
         data="text",
         data_folder=str(tmp_path),
         context=context,
@@ -211,7 +218,7 @@ def test_text_is_evaluated_many_tokens_at_a_time(microbatch, context, num, tmp_p
         microbatch=microbatch,
         method="store",
     )
-    task = make_task(made, torch.device("cpu"))
+    task = make_task(config, torch.device("cpu"))
     assert len(task.train[0][0]) == microbatch and len(task.test[0][0]) == num
 
 
@@ -234,14 +241,14 @@ def test_fractions_of_epochs_round_as_people_do():
         (0.5, 89, 2, 46),
         (1e-6, 100, 4, 4),
     ):
-        made = recipe(epochs=epochs, accumulate=accumulate)
-        assert num_microbatches(made, per_epoch) == wanted
+        config = recipe(epochs=epochs, accumulate=accumulate)
+        assert num_microbatches(config, per_epoch) == wanted
 
 
 @pytest.mark.parametrize("log_every", [10, 1000])
 def test_memory_is_known_whenever_lines_come(log_every, tmp_path):
-    made = recipe(method="petra", log_every=log_every)
-    train(made, tmp_path / "run")
+    config = recipe(method="petra", log_every=log_every)
+    train(config, tmp_path / "run")
     run = loop.read_run(tmp_path / "run")
     assert len(run.memory) == 1 and sum(run.held("activations")) > 0
     assert [row["step"] for row in rows(tmp_path / "run", "memory")] == [6]  # when it is full
@@ -250,14 +257,14 @@ def test_memory_is_known_whenever_lines_come(log_every, tmp_path):
 
 
 def test_memory_is_what_the_stages_hold(tmp_path):
-    made = recipe(method="petra")
-    train(made, tmp_path / "run")
-    engine = build(made)
+    config = recipe(method="petra")
+    train(config, tmp_path / "run")
+    engine = build(config)
     for step in range(6):
         engine.step(*engine.task.train[step])
-    held = engine.holdings()
-    assert all(each.messages > 0 for each in held)
-    wanted = [each.activations + each.messages for each in held]
+    holdings = engine.holdings()
+    assert holdings is not None and all(held.messages > 0 for held in holdings)
+    wanted = [held.activations + held.messages for held in holdings]
     assert loop.read_run(tmp_path / "run").held("activations") == wanted
 
 
@@ -266,17 +273,17 @@ def test_compile_reaches_the_units():
     for method in ("store", "petra"):
         engine = build(recipe(method=method, compile=True))
         compiled = [unit._compiled_call_impl for unit in engine.task.body.units()]
-        assert all(each is not None for each in compiled)
+        assert all(call is not None for call in compiled)
 
 
 def test_channels_last_reaches_images_and_weights(tmp_path):
     write_cifar(tmp_path, "cifar100", "binary", packed=False, num=32)
     for wanted in (True, False):
-        made = recipe(channels_last=wanted, data="cifar100", data_folder=str(tmp_path))
-        engine = build(made)
+        config = recipe(channels_last=wanted, data="cifar100", data_folder=str(tmp_path))
+        engine = build(config)
         weight = engine.task.model.get_parameter("block1_1.f.0.conv.weight")
-        for each in (weight, engine.task.train[0][0], engine.task.test[0][0]):
-            assert each.is_contiguous(memory_format=torch.channels_last) == wanted
+        for tensor in (weight, engine.task.train[0][0], engine.task.test[0][0]):
+            assert tensor.is_contiguous(memory_format=torch.channels_last) == wanted
 
 
 def test_threads_are_those_of_the_recipe(tmp_path, monkeypatch):

@@ -8,23 +8,26 @@ from pathlib import Path
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 
 def make_rows(num: int, num_classes: int, *, seed: int):
-    """Random images (num, 3072) and labels; the first labels go through the classes."""
+    """Return random images (num, 3072) and labels."""
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(256, (num, 3072), dtype=torch.uint8, generator=generator)
     return pixels, torch.randint(num_classes, (num,), generator=generator)
 
 
 def cifar_files(kind: str, *, num: int = 8, protocol: int = 2):
-    """The files of CIFAR-10 or CIFAR-100, by form and name, and the true images and labels."""
+    """Return the files of CIFAR-10 or CIFAR-100 by form and name, true images and true labels."""
     batches = (
         {**{f"data_batch_{i}": "train" for i in range(1, 6)}, "test_batch": "test"}
         if kind == "cifar10"
         else {"train": "train", "test": "test"}
     )
-    binary, python, true = {}, {}, {"train": [], "test": []}
+    binary: dict[str, bytes] = {}
+    python: dict[str, bytes] = {}
+    true: dict[str, list[tuple[Tensor, Tensor]]] = {"train": [], "test": []}
     for seed, (name, split) in enumerate(batches.items()):
         pixels, labels = make_rows(num, 10 if kind == "cifar10" else 100, seed=seed)
         true[split].append((pixels.view(-1, 3, 32, 32), labels))
@@ -51,7 +54,7 @@ FOLDERS = {
 
 
 def write_cifar(folder: Path, kind: str, form: str, *, packed: bool, **options):
-    """Write CIFAR in one official form; where it is, and the true images and labels."""
+    """Write CIFAR in one official form; return its path, and the true images and labels."""
     files, true = cifar_files(kind, **options)
     name, archive = FOLDERS[kind, form]
     if not packed:
@@ -84,9 +87,10 @@ def write_zip(path: Path, files: dict[str, bytes]) -> None:
 
 
 def imagenet32_files(*, num: int = 6):
-    """The files of ImageNet32 by split and name, and the true images and labels."""
+    """Return the files of ImageNet32 by split and name, and the true images and labels."""
     names = {"train": [f"train_data_batch_{i}" for i in range(1, 11)], "val": ["val_data"]}
-    files, true = {}, {}
+    files: dict[str, dict[str, bytes]] = {}
+    true: dict[str, tuple[Tensor, ...]] = {}
     for split, batches in names.items():
         parts = [make_rows(num, 1000, seed=seed) for seed in range(len(batches))]
         true[split] = tuple(map(torch.cat, zip(*parts, strict=True)))
@@ -100,7 +104,7 @@ def imagenet32_files(*, num: int = 6):
 
 
 def write_classes(folder: Path, classes: dict[str, int], *, seed: int = 0, suffix: str = ".JPEG"):
-    """Random smooth images of several shapes in class folders."""
+    """Write random smooth images of several shapes into class folders."""
     generator = torch.Generator().manual_seed(seed)
     for name, num in classes.items():
         (folder / name).mkdir(parents=True)

@@ -24,7 +24,7 @@ def rate_of(number):
 
 
 def network():
-    """Nine units: junctions at both ends and between."""
+    """Return a chain of nine units, with junctions at both ends and between."""
     torch.manual_seed(0)
     units = [
         nn.Linear(5, 4),
@@ -50,7 +50,7 @@ def build(cut, *, optimizer="sgd", seed=0, recorded=True, **options):
         **options,
     )
     if recorded:
-        pipe._captured = CapturedRunner(pipe, lambda num: Tape(num, seed))
+        pipe._execution = CapturedRunner(pipe, lambda num: Tape(num, seed))
     return pipe
 
 

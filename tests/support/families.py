@@ -1,4 +1,4 @@
-"""Every family at a small size, with dropout and drop-path where it has them: a row for each."""
+"""Every model family at a small size, with dropout and drop-path where it has them."""
 
 from typing import Any
 
@@ -39,5 +39,5 @@ EACH = [(name, {**small, **depths[0]}) for name, small, depths in FAMILIES]
 
 
 def is_text(name: str) -> bool:
-    """Whether a model takes tokens."""
+    """Return whether a model takes tokens."""
     return "gpt" in name or "roberta" in name

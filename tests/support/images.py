@@ -9,14 +9,14 @@ from support.archives import make_rows
 
 def one_by_one(images, top, left, flip, padding):
     """Crop and flip images by a slow loop."""
-    found = []
+    crops = []
     for image, y, x, mirrored in zip(
         images, top.tolist(), left.tolist(), flip.tolist(), strict=True
     ):
         _, height, width = image.shape
-        cut = F.pad(image, (padding,) * 4)[:, y : y + height, x : x + width]
-        found.append(cut.flip(2) if mirrored else cut)
-    return torch.stack(found)
+        crop = F.pad(image, (padding,) * 4)[:, y : y + height, x : x + width]
+        crops.append(crop.flip(2) if mirrored else crop)
+    return torch.stack(crops)
 
 
 def make_images(num: int = 50, *, padding: int = 4, flip: bool = True) -> Images:

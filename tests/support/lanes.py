@@ -11,12 +11,13 @@ from redivider.backward.overlap import MAIN, SIDE, Lanes, Overlap
 
 
 class Recorded(Lanes):
-    """Writes down who was given what, and what each of it comes after."""
+    """Lanes that record where every operation ran, and what it was ordered after."""
 
     def __init__(self):
         self.lane = MAIN
-        self.known = [frozenset(), frozenset()]  # what a lane has behind it
-        self.after = {}  # by name: what it comes after
+        # By lane: the operations that precede its next one.
+        self.known: list[frozenset[str]] = [frozenset(), frozenset()]
+        self.after = {}  # by name of an operation: those that precede it
         self.where = {}
 
     @contextmanager
@@ -38,7 +39,7 @@ class Recorded(Lanes):
 
 
 class Memory:
-    """One piece of memory: the lane that it was taken for, who wrote it, and who uses it."""
+    """One storage: the lane that allocated it, and the operations that wrote and used it."""
 
     def __init__(self, storage, home, writer):
         self.alive = StorageWeakRef(storage)
@@ -47,42 +48,44 @@ class Memory:
 
 
 class Races(TorchDispatchMode):
-    """Watches every operation as if each lane ran whenever it may, and writes races down.
+    """Detector of races between lanes that run as early as their events allow.
 
-    What an operation reads must have been written before, as far as its lane knows; and memory that
-    was let go is taken again by its own lane at once, as CUDA's allocator does, so all its users
-    must be behind that lane by then.
+    An operation may read only what its lane knows to be written. Memory that was freed is reused
+    by its own lane at once, as CUDA's allocator does, so that lane must know all its users to be
+    done by then.
     """
 
     def __init__(self, lanes):
         super().__init__()
-        lanes.known = [each | {"before"} for each in lanes.known]
-        self.lanes, self.found, self.num = lanes, [], 0
-        self._memory, self._free = {}, {MAIN: [], SIDE: []}
+        lanes.known = [known | {"before"} for known in lanes.known]
+        self.lanes, self.num = lanes, 0
+        self.found: list[str] = []  # messages
+        self._memory: dict[int, Memory] = {}
+        self._free: dict[int, list[Memory]] = {MAIN: [], SIDE: []}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         lane, name = self.lanes.lane, f"{self.num}:{func}"
         self.num += 1
         self._collect()
         known = self.lanes.known[lane]
-        used = [self._of(each) for each in tree_leaves((args, kwargs)) if _is_tensor(each)]
-        written = [each for each in used if func._schema.is_mutable]
-        for each in used:
-            if not each.writers <= known:
-                self.found.append(f"{name} on lane {lane} reads before {each.writers - known}")
-        for each in written:
-            if not each.users <= known:
-                self.found.append(f"{name} on lane {lane} writes before {each.users - known}")
+        used = [self._of(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)]
+        written = [memory for memory in used if func._schema.is_mutable]
+        for memory in used:
+            if not memory.writers <= known:
+                self.found.append(f"{name} on lane {lane} reads before {memory.writers - known}")
+        for memory in written:
+            if not memory.users <= known:
+                self.found.append(f"{name} on lane {lane} writes before {memory.users - known}")
         result = func(*args, **kwargs or {})
         self.lanes.note(name)
-        for each in used:
-            each.users.add(name)
-        for each in written:
-            each.writers.add(name)
-        for each in tree_leaves(result):
-            if _is_tensor(each) and each.untyped_storage()._cdata not in self._memory:
+        for memory in used:
+            memory.users.add(name)
+        for memory in written:
+            memory.writers.add(name)
+        for leaf in tree_leaves(result):
+            if _is_tensor(leaf) and leaf.untyped_storage()._cdata not in self._memory:
                 self._take(lane, name, known)
-                self._of(each, name)
+                self._of(leaf, name)
         return result
 
     def _of(self, tensor, writer="before"):
@@ -102,7 +105,7 @@ class Races(TorchDispatchMode):
             if not memory.users <= known:
                 late = memory.users - known
                 self.found.append(f"{name} on lane {lane} takes memory that {late} still use")
-        self._free[lane] = [each for each in self._free[lane] if not each.users <= known]
+        self._free[lane] = [m for m in self._free[lane] if not m.users <= known]
 
 
 def _is_tensor(x):
@@ -110,7 +113,7 @@ def _is_tensor(x):
 
 
 class OnTheCpu(Overlap):
-    """The engine with lanes that record."""
+    """Overlap with lanes that record."""
 
     lanes: Recorded
 

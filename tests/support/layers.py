@@ -7,13 +7,15 @@ import redivider as rd
 
 
 def unsettled(name, **options):
-    """Return a model in evaluation mode, none of whose weights and buffers has its first value."""
+    """Return a model in evaluation mode, all weights and buffers changed from their first value."""
     model = rd.create_model(name, dtype=torch.float64, **options)
     torch.manual_seed(0)
     with torch.no_grad():
-        for key, each in model.state_dict().items():
-            if each.is_floating_point():
-                each.add_(torch.rand_like(each) if "var" in key else torch.randn_like(each) / 4)
+        for key, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                tensor.add_(
+                    torch.rand_like(tensor) if "var" in key else torch.randn_like(tensor) / 4
+                )
     return model.eval()
 
 

@@ -1,8 +1,8 @@
-"""Residual functions and chains for the tests: small, and each with a trait of its own."""
+"""Small residual functions and chains for the tests, each with a trait of its own."""
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import redivider as rd
 
@@ -56,7 +56,10 @@ class Reading(nn.Module):
 
 
 class Buffered(nn.Module):
-    """Reads one buffer and moves another one at every run, and what it computes depends on both."""
+    """Reads one buffer and changes another one at every run; its output depends on both."""
+
+    scale: Tensor
+    phase: Tensor
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class Twice(nn.Module):
 
 
 def vector_chain(make=MLP, depth: int = 3, width: int = 8, **options) -> rd.Chain:
-    """Stem, couplings of `make(width)`, head; for inputs of 6 features."""
+    """Return stem, couplings of `make(width)` and head, for inputs of 6 features."""
     return rd.Chain(
         [
             nn.Linear(6, width),
@@ -95,7 +98,7 @@ def vector_chain(make=MLP, depth: int = 3, width: int = 8, **options) -> rd.Chai
 
 
 def token_chain(depth: int = 6, width: int = 64, dropout: float = 0.0, **options) -> rd.Chain:
-    """Couplings of attention and MLP by turns, on the GPU; for tokens of 6 features."""
+    """Return couplings of attention and MLP in turn, on the GPU, for tokens of 6 features."""
     makers = (lambda: Attention(width, 4, dropout), lambda: MLP(width, dropout))
     couplings = [rd.Coupling(makers[i % 2]()) for i in range(depth)]
     units = [nn.Linear(6, width), rd.Duplicate(), *couplings, rd.Fuse(), nn.Linear(2 * width, 3)]

@@ -1,4 +1,6 @@
-"""Plain autograd through the same units, written as the equations say; nothing of Chain in it."""
+"""Plain autograd through the same units, written as the equations say, without Chain."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,7 @@ import redivider as rd
 
 
 def run_plainly(units, x, **side):
-    """Every coupling as (b + f(a), a), with the caller's graph."""
+    """Run every coupling as (b + f(a), a), recorded by autograd."""
     for unit in units:
         own = {name: side[name] for name in getattr(unit, "takes", ()) if name in side}
         if isinstance(unit, rd.Coupling):
@@ -19,9 +21,9 @@ def run_plainly(units, x, **side):
 
 
 def weigh(y) -> Tensor:
-    """A loss that treats every output differently, so that swapped rows or streams show."""
+    """Return a loss that weighs every output differently, so that swapped rows or streams show."""
     outputs = y if isinstance(y, tuple) else (y,)
-    total = 0.0
+    total: Any = 0.0
     for k, out in enumerate(outputs):
         weights = (out.detach() * 0).add(1).flatten().cumsum(0).sin().view_as(out) + 0.1 * k
         total = total + (out.float() if out.dtype.itemsize < 4 else out).mul(weights).sum()
@@ -30,19 +32,21 @@ def weigh(y) -> Tensor:
 
 
 def gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor | None]:
-    """The gradients now in place, by parameter, and those of the inputs."""
-    found = {name: each.grad for name, each in model.named_parameters()}
-    return found | {f"input {i}": each.grad for i, each in enumerate(inputs)}
+    """Return the current gradients of parameters, by name, and of inputs."""
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    return grads | {f"input {i}": x.grad for i, x in enumerate(inputs)}
 
 
 def worst_error(got: dict[str, Tensor | None], true: dict[str, Tensor | None]) -> float:
-    """Error over the larger of a gradient's norm and 1e-3 of the whole gradient's norm."""
+    """Return the largest error, over the gradient's norm or 1e-3 of the whole norm if larger."""
     assert got.keys() == true.keys()
     missing = [n for n in true if (got[n] is None) != (true[n] is None)]
     assert not missing, f"gradient missing or surplus: {missing}"
-    both = [(got[n], true[n]) for n in true if true[n] is not None]
+    pairs = [(got[n], true[n]) for n in true]
+    both = [(g, t) for g, t in pairs if g is not None and t is not None]
     assert both, "there is no gradient to compare"
-    whole = sum(t.double().square().sum() for _, t in both).sqrt()
+    squares: Any = sum(t.double().square().sum() for _, t in both)
+    whole = squares.sqrt()
     assert whole > 0
     return max(
         float((g.double() - t.double()).norm() / max(t.double().norm(), 1e-3 * whole))

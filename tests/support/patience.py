@@ -1,4 +1,4 @@
-"""Time limits that grow with the machine: a limit ends what hangs, and never what is only slow."""
+"""Time limits that scale with the machine, so that they end what hangs and not what is slow."""
 
 import os
 import time
@@ -8,7 +8,7 @@ SPARE = 2.0  # load may come after the measurement
 
 
 def seconds(number: float) -> float:
-    """Return a limit that is `number` seconds on an ordinary machine that is idle."""
+    """Return a limit that is `number` seconds on an ordinary, idle machine."""
     return number * patience()
 
 

@@ -16,7 +16,7 @@ class Smooth(nn.Sequential):
 
 
 def network(seed: int = 0) -> rd.Chain:
-    """Twelve units: two rows of couplings, junctions at both ends and between."""
+    """Return a chain of twelve units: two rows of couplings, and junctions around them."""
     torch.manual_seed(seed)
     units = [
         nn.Linear(5, 4),
@@ -62,11 +62,11 @@ def grouped(parameters):
     """Return SGD with two groups of parameters, each with a rate of its own."""
     halves = parameters[::2], parameters[1::2]
     groups = [{"params": half, "lr": rate} for half, rate in zip(halves, (0.05, 0.01), strict=True)]
-    return torch.optim.SGD([each for each in groups if each["params"]], momentum=0.9)
+    return torch.optim.SGD([group for group in groups if group["params"]], momentum=0.9)
 
 
 def batches(number: int, seed: int = 1):
-    """Another micro-batch at every tick."""
+    """Yield random micro-batches."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(number):
         x = torch.randn(4, 5, generator=generator).double()
@@ -109,7 +109,7 @@ def refer(model, cut, method, accumulate, latency, optimizer="sgd", **options):
 
 
 class OneOff(rd.Pipeline):
-    """Delivers to stage 1 what arrived there one tick earlier."""
+    """A faulty pipeline: stage 1 runs what arrived one tick earlier."""
 
     earlier = None
 

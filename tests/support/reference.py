@@ -1,11 +1,12 @@
 """PETRA and its kin, straight from the equations: explicit histories, plain autograd, no library.
 
-Everything that ever was is kept: the weights of every stage at every tick, the input of every unit
-for every micro-batch. What a method may look at is then a choice of indices.
+The full history is kept: the weights of every stage at every tick, and the input of every unit for
+every micro-batch. A method is then a choice of indices into it.
 """
 
 import copy
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch.func import functional_call
@@ -56,7 +57,7 @@ class Reference:
         self.lr_lambda = lr_lambda or (lambda update: 1.0)
         self.lookahead = lookahead
         self.reset()
-        self.sums = [defaultdict(float) for _ in cut]
+        self.sums: list[defaultdict[tuple[int, str], Any]] = [defaultdict(float) for _ in cut]
         self.counts, self.updates = [0] * self.J, [0] * self.J
         self.losses, self.gradients = [], []
 
@@ -64,8 +65,8 @@ class Reference:
         self.t, self.batches = 0, []
         self.weights = []  # [tick][unit]
         self.used = {}  # [n, unit]: the weights of its forward
-        self.inputs = {}  # [n, unit]: what the unit was given in its forward
-        self.outputs = {}  # [n, j]: what stage j gave in its forward
+        self.inputs = {}  # [n, unit]: the input of the unit's forward
+        self.outputs = {}  # [n, j]: the output of stage j's forward
         self.back = {}  # [n, j]: (output of stage j as rebuilt above, gradient of it)
 
     def tick(self, batch=None):
@@ -99,23 +100,24 @@ class Reference:
         self.t += 1
 
     def look_ahead(self, j, n):
-        """The stage's weights after the updates that come before the backward of n.
+        """Return the stage's weights after the updates that come before the backward of n.
 
         A copy of the optimizer makes them, with gradients of zero and no weight decay.
         """
         units = {u: self.units[u] for u in self.stages[j]}
-        units, optimizer = copy.deepcopy((units, self.optimizers.get(j)))
+        optimizer: Any = self.optimizers.get(j)
+        units, optimizer = copy.deepcopy((units, optimizer))
         earlier = sum((m, j - 1) not in self.back for m in range(n))  # they come back before it
         for i in range((self.counts[j] + earlier) // self.k if optimizer else 0):
             for group, rate in zip(optimizer.param_groups, self.rates[j], strict=True):
                 group["lr"] = rate * self.lr_lambda(self.updates[j] + i)
                 group["weight_decay"] = 0.0
-                for each in group["params"]:
-                    each.grad = torch.zeros_like(each)
+                for param in group["params"]:
+                    param.grad = torch.zeros_like(param)
             optimizer.step()
         return {
-            u: {n: p.detach() for n, p in inner(each).named_parameters()}
-            for u, each in units.items()
+            u: {n: p.detach() for n, p in inner(unit).named_parameters()}
+            for u, unit in units.items()
         }
 
     def take_back(self, j, n):
@@ -133,8 +135,9 @@ class Reference:
             leaves, named = _leaves(x), {k: w.clone().requires_grad_() for k, w in weights.items()}
             y = _tuple(run_unit(unit, named, leaves))
             wanted = [*[leaf for leaf in _tuple(leaves) if leaf.requires_grad], *named.values()]
-            found = torch.autograd.grad(y, wanted, grads, allow_unused=True, materialize_grads=True)
-            grads, own = found[: len(found) - len(named)], found[len(found) - len(named) :]
+            grads = torch.autograd.grad(y, wanted, grads, allow_unused=True, materialize_grads=True)
+            num_inputs = len(wanted) - len(named)
+            grads, own = grads[:num_inputs], grads[num_inputs:]
             for name, grad in zip(named, own, strict=True):
                 self.sums[j][u, name] = self.sums[j][u, name] + grad
                 self.gradients.append((n, u, name, grad))
@@ -183,12 +186,12 @@ def _tuple(x):
 
 
 def _detach(x):
-    return tuple(each.detach() for each in x) if isinstance(x, tuple) else x.detach()
+    return tuple(stream.detach() for stream in x) if isinstance(x, tuple) else x.detach()
 
 
 def _leaves(x):
     if isinstance(x, tuple):
-        return tuple(_leaves(each) for each in x)
+        return tuple(_leaves(stream) for stream in x)
     return x.detach().clone().requires_grad_(x.is_floating_point())
 
 

@@ -1,4 +1,4 @@
-"""A web server on the loopback, for downloads."""
+"""A web server on the loopback interface, for downloads."""
 
 import threading
 from contextlib import contextmanager
@@ -7,9 +7,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def serving(files: dict[str, bytes], monkeypatch, *, short: int = 0):
-    """Serve contents by path: the address, and the list of paths that were asked for.
+    """Serve contents by path; yield the address, and the list of paths that were requested.
 
-    The last `short` bytes of each are promised and not sent.
+    The last `short` bytes of each content are announced and not sent.
     """
     asked = []
 

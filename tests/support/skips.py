@@ -1,4 +1,4 @@
-"""Whether torch itself can do something on this machine."""
+"""Skips of tests for what torch itself cannot do on this machine."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def skip_unless(works: Callable[[], object]) -> None:
-    """Skip a test where plain torch fails at what it builds on, and say how it fails.
+    """Skip a test if plain torch fails at something that it needs, and report how.
 
     Seen where ATEN_CPU_CAPABILITY=default hides the vector units: torch 2.11 cannot compile there,
     and its attention in bf16 asks for AVX-512 on a CPU that has it.

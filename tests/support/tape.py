@@ -1,7 +1,8 @@
-"""Graphs without a GPU: operations are written down, and done again on the same memory."""
+"""Graphs without a GPU: operations are recorded, and replayed on the same memory."""
 
 import random
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,14 +32,14 @@ class Tape(Graphs):
 
     def wait(self, lane, other):
         if lane != other:
-            done = sum(each == other for each, _ in self.segments[-1])
+            done = sum(owner == other for owner, _ in self.segments[-1])
             self.segments[-1].append((lane, (other, done)))
 
     def join(self):
         self.segments.append([])
 
     def record(self, run):
-        self.segments = [[]]
+        self.segments: list[list[tuple[int, Any]]] = [[]]
         with _Writing(self) as writing:
             result = run()
         writing.undo()
@@ -53,7 +54,7 @@ class Tape(Graphs):
         return replay, result
 
     def _interleaved(self, segment):
-        lanes = {}
+        lanes: dict[int, list[Any]] = {}
         for lane, operation in segment:
             lanes.setdefault(lane, []).append(operation)
         done = dict.fromkeys(lanes, 0)
@@ -82,40 +83,40 @@ class _Writing(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("the host reads a number while a graph is captured")
         returns = func._schema.returns
-        is_view = any(each.alias_info and not each.alias_info.is_write for each in returns)
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in returns)
         # Batch norm writes to its running statistics, and its schema does not say so.
         if func._schema.is_mutable or "batch_norm" in func.__name__:
             self._save(args, kwargs)
         result = func(*args, **kwargs)
         outputs = _tensors(result)
-        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
-        for each in outputs:
-            if each.untyped_storage()._cdata not in given:
-                self.own[each.untyped_storage()._cdata] = each  # and it must not be let go
+        inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        for tensor in outputs:
+            if tensor.untyped_storage()._cdata not in inputs:
+                self.own[tensor.untyped_storage()._cdata] = tensor  # which keeps its memory
         if not is_view:
             mutable = func._schema.is_mutable
 
             def again():
                 with torch.no_grad():
-                    found = func(*args, **kwargs)
+                    result = func(*args, **kwargs)
                     if not mutable:
-                        for old, new in zip(outputs, _tensors(found), strict=True):
+                        for old, new in zip(outputs, _tensors(result), strict=True):
                             old.detach().copy_(new)
 
             self.tape.segments[-1].append((self.tape.current, again))
         return result
 
     def _save(self, args, kwargs):
-        for each in _tensors((args, kwargs)):
-            key = each.untyped_storage()._cdata
+        for tensor in _tensors((args, kwargs)):
+            key = tensor.untyped_storage()._cdata
             if key not in self.own and key not in self.before:
-                self.before[key] = (each.detach(), each.detach().clone())
+                self.before[key] = (tensor.detach(), tensor.detach().clone())
 
     def undo(self):
-        """What is recorded on a GPU is not done; here it was."""
+        """Restore the memory: a GPU does not run what it records, and here it ran."""
         for tensor, before in self.before.values():
             tensor.copy_(before)
 
 
 def _tensors(tree):
-    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -19,7 +19,7 @@ from support.patience import seconds
 
 
 def recipe(**options) -> Recipe:
-    """A RevNet of four units on digits."""
+    """Return the recipe of a RevNet of four units on digits."""
     return Recipe(
         **{
             "name": "small",
@@ -43,7 +43,7 @@ def recipe(**options) -> Recipe:
 
 
 def model(backward: str = "store") -> rd.Chain:
-    """The same network, made by hand."""
+    """Return the same network, without a recipe."""
     return rd.create_model(
         "revnet18",
         backward=backward,
@@ -56,7 +56,7 @@ def model(backward: str = "store") -> rd.Chain:
 
 
 def groups(parameters) -> list[dict]:
-    """Its parameters as an optimizer takes them: weights decay, norms and biases do not."""
+    """Return parameters in the groups of an optimizer: only weights decay."""
     trained = list(parameters)
     return [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": 1e-3},
@@ -83,12 +83,12 @@ def stop_in_evaluation(monkeypatch) -> None:
 
 
 def rows(folder: Path, kind: str = "train") -> list[dict]:
-    """The lines of a log, without what the clock and the machine say."""
-    found = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    """Return the rows of a log, without times and memory."""
+    log = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     left_out = ("seconds", "samples_per_second", "memory")
     return [
         {name: value for name, value in row.items() if name not in left_out}
-        for row in found
+        for row in log
         if row["kind"] == kind
     ]
 
@@ -99,7 +99,7 @@ def start_command(
     """Start `redivider` in a process of its own, which writes to a file.
 
     Args:
-        arguments: Of the command line.
+        arguments: Arguments of the command line.
         output: The file.
         prepare: A function to call there first, and its arguments.
     """
@@ -111,7 +111,7 @@ def run_command(*arguments: object, prepare: tuple[object, ...] = ()) -> tuple[i
     """Run `redivider` in a process of its own; return its exit code and what it said.
 
     Args:
-        arguments: Of the command line.
+        arguments: Arguments of the command line.
         prepare: A function to call there first, and its arguments.
     """
     output = Path.cwd() / ".output.txt"
@@ -119,6 +119,7 @@ def run_command(*arguments: object, prepare: tuple[object, ...] = ()) -> tuple[i
     assert not workers.end([process], seconds(60)), f"it hangs: {output.read_text()}"
     said = output.read_text()
     output.unlink()
+    assert process.exitcode is not None
     return process.exitcode, said
 
 
@@ -129,7 +130,7 @@ def _run(words: list[str], prepare: Callable[..., None] | None = None, *args: ob
 
 
 def limit_files(size: int) -> None:
-    """Let no file of this process grow beyond so many bytes; it stands for a full disk."""
+    """Limit the size of the files that this process writes, in bytes, as a full disk does."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
@@ -143,11 +144,11 @@ def send_signal(name: str, after: int) -> None:
         if next(count) == after:
             os.kill(os.getpid(), getattr(signal, name))
 
-    Progress.advance = advanced
+    Progress.advance = advanced  # type: ignore[method-assign]
 
 
 def hide(module: str) -> None:
-    """Let a module be as if it were not installed, and nothing of ours had asked for it yet."""
+    """Make a module look not installed, and forget our modules that may have imported it."""
     for name in [name for name in sys.modules if name.startswith("redivider.train")]:
         del sys.modules[name]
-    sys.modules[module] = None
+    sys.modules[module] = None  # type: ignore[assignment]

@@ -1,6 +1,6 @@
-"""Processes that start in a moment: forked from a server that has imported torch.
+"""Processes that start fast: forked from a server that has imported torch.
 
-Nothing of an earlier test is left in them, as in processes of their own.
+They share no state with earlier tests, as new processes do not.
 """
 
 import os
@@ -50,7 +50,7 @@ def start(
 
 
 def end(processes: list[ForkServerProcess], limit: float) -> list[ForkServerProcess]:
-    """Wait for processes, all in all for so many seconds; return those that had to be killed."""
+    """Wait for processes for `limit` seconds in total; kill the rest, and return them."""
     deadline = time.monotonic() + limit
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

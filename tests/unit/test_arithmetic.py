@@ -1,4 +1,4 @@
-"""The grid: exact reversal in every precision of f, and no silent way out of its range."""
+"""The grid: exact reversal in every precision of f, and no silent overflow of its range."""
 
 import copy
 
@@ -81,7 +81,7 @@ class HalfTwice(Half):
 
 
 def inputs_of(chain: rd.Chain) -> list[torch.Tensor]:
-    """What the couplings' functions are given, filled as they run."""
+    """Return the inputs of the couplings' functions, filled as they run."""
     seen: list[torch.Tensor] = []
     for unit in chain:
         if isinstance(unit, rd.Coupling):
@@ -105,7 +105,7 @@ def test_128_couplings_in_bf16_are_rebuilt_bit_for_bit(make):
         leaf = x.clone().requires_grad_()
         y = chain(leaf)
         weigh(y).backward()
-        outcomes.append([*y, leaf.grad, *(each.grad for each in chain.parameters())])
+        outcomes.append([*y, leaf.grad, *(param.grad for param in chain.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
     forward, backward = seen[:depth], seen[depth:]
     assert all(torch.equal(a, b) for a, b in zip(forward, reversed(backward), strict=True))
@@ -121,12 +121,12 @@ def test_outputs_and_gradients_equal_those_of_store_exactly(make, autocast, back
     store.backward = "store"
     x = torch.randn(5, 6)
     outcomes = []
-    for each in (chain, store):
+    for model in (chain, store):
         torch.manual_seed(2)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y = each(x)
+            y = model(x)
         weigh(y).backward()
-        outcomes.append([y, torch.get_rng_state(), *(p.grad for p in each.parameters())])
+        outcomes.append([y, torch.get_rng_state(), *(param.grad for param in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
@@ -165,7 +165,7 @@ def test_leaving_the_range_is_refused_before_anything_is_written(backward):
         chain(torch.ones(3))
     with pytest.raises(OverflowError, match="unit 1, "):
         chain(torch.full((3,), 4000.0))
-    assert all(each.grad is None for each in chain.parameters())
+    assert all(param.grad is None for param in chain.parameters())
     with torch.no_grad(), pytest.raises(OverflowError):
         chain(torch.ones(3))
 

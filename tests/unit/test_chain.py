@@ -2,6 +2,7 @@
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -44,8 +45,9 @@ def test_names_that_a_unit_cannot_have(name):
 
 def test_names_are_kept_apart_and_a_module_dict_has_names():
     with pytest.raises(ValueError, match="two units are called '1'"):
-        rd.Chain({1: nn.Identity(), "1": nn.Identity()})
-    chain = rd.Chain(nn.ModuleDict({"stem": nn.Linear(2, 2), "end": nn.Linear(2, 2)}))
+        rd.Chain({1: nn.Identity(), "1": nn.Identity()})  # type: ignore[arg-type]
+    units: Any = nn.ModuleDict({"stem": nn.Linear(2, 2), "end": nn.Linear(2, 2)})
+    chain = rd.Chain(units)
     assert next(iter(chain.state_dict())) == "stem.weight"
 
 
@@ -81,13 +83,13 @@ def test_copies_train_apart(backward):
     stored.seek(0)
     third = torch.load(stored, weights_only=False)
     plain = copy.deepcopy(chain)
-    for each in (other, third, plain):
-        each.zero_grad()
+    for model in (other, third, plain):
+        model.zero_grad()
         torch.manual_seed(5)
-        weigh(run_plainly(each, x) if each is plain else each(x)).backward()
-    for each in (other, third):
-        assert worst_error(gradients(each), gradients(plain)) <= 1e-12
-        assert each[2].f[1].weight is not chain[2].f[1].weight
+        weigh(run_plainly(model, x) if model is plain else model(x)).backward()
+    for model in (other, third):
+        assert worst_error(gradients(model), gradients(plain)) <= 1e-12
+        assert model[2].f[1].weight is not chain[2].f[1].weight
 
 
 @pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse", "reverse-checkpoint"])

@@ -3,6 +3,7 @@
 import copy
 import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -78,11 +79,13 @@ def test_on_the_grid_reversal_stays_exact(monkeypatch):
     stored = copy.deepcopy(chain)
     stored.backward = "store"
     x = torch.randn(4, 5, 6).double()
-    for each in (chain, stored):
-        each.compile(backend=Counting())
-        weigh(each(x)).backward()
-    for key, grad in gradients(stored).items():
-        assert torch.equal(gradients(chain)[key], grad), key
+    for model in (chain, stored):
+        model.compile(backend=Counting())
+        weigh(model(x)).backward()
+    grads: dict[str, Any] = gradients(chain)
+    expected: dict[str, Any] = gradients(stored)
+    for key, grad in expected.items():
+        assert torch.equal(grads[key], grad), key
     assert rd.check_reversible(chain, x).worst == 0.0
     assert repr(chain.arithmetic) == "Fixed(bits=20)"
 
@@ -100,9 +103,10 @@ def test_a_copy_starts_uncompiled_and_the_model_stays_usable():
 
 
 def test_drop_path_and_dropout_of_a_model_share_graphs_over_the_layers():
+    options: dict[str, Any]
     options = {"width": 16, "heads": 2, "image_size": 8, "patch_size": 2, "in_channels": 1}
-    drops = {"drop_path": 0.3, "dropout": 0.1, "attention_dropout": 0.1}
-    model = rd.create_model("rev_vit_tiny", depth=8, num_classes=10, **options, **drops)
+    options |= {"drop_path": 0.3, "dropout": 0.1, "attention_dropout": 0.1}
+    model = rd.create_model("rev_vit_tiny", depth=8, num_classes=10, **options)
     compiler = Counting()
     model.compile(backend=compiler)
     for _ in range(3):
@@ -131,10 +135,10 @@ def test_compiled_functions_are_called_as_one_node_and_on_any_lane(backward, fus
     if backward != "reverse":
         make = partial(Overlap, torch.device("cpu"))
         monkeypatch.setattr(Strategy, "make_overlap", lambda self, x: make())
-    called = []
+    called: list[weakref.ref] = []
 
     def watched(node, *args):
-        assert not any(each() for each in called), "what an earlier one saved is still there"
+        assert not any(ref() for ref in called), "what an earlier one saved is still there"
         called.append(weakref.ref(node))
         return call_node(node, *args)
 
@@ -165,15 +169,15 @@ def test_streams_may_be_wider_than_what_f_computes_in():
     stored.backward = "store"
     chain.compile(backend="aot_eager")
     x = torch.randn(4, 5, 6)
-    for each in (chain, stored):
+    for model in (chain, stored):
         with torch.autocast("cpu", torch.bfloat16):
-            y = each(x)
+            y = model(x)
         weigh(y).backward()
     assert worst_error(gradients(chain), gradients(stored)) <= 2e-2
 
 
 class Same(nn.Module):
-    """Returns its input, though it has weights: a layer that is skipped."""
+    """A skipped layer: it has weights and returns its input."""
 
     def __init__(self):
         super().__init__()
@@ -196,9 +200,9 @@ def test_outputs_and_leaves_that_are_there_twice(backward, f):
     for _ in range(2):
         weigh(chain(x)).backward()
         weigh(run_plainly(plain, y)).backward()
-    got, true = gradients(chain, x), gradients(plain, y)
-    got = {k: v for k, v in got.items() if true[k] is not None}
-    assert worst_error(got, {k: true[k] for k in got}) <= 1e-12
+    grads, true = gradients(chain, x), gradients(plain, y)
+    grads = {key: grad for key, grad in grads.items() if true[key] is not None}
+    assert worst_error(grads, {key: true[key] for key in grads}) <= 1e-12
 
 
 class Unruly(torch.autograd.Function):

@@ -40,8 +40,8 @@ def test_two_couplings_are_a_block_of_two_functions():
     x1, x2 = torch.randn(2, 5, 8).double()
     y1 = x1 + f(x2)
     y2 = x2 + g(y1)
-    got = rd.Coupling(g)(rd.Coupling(f)((x2, x1)))
-    assert torch.equal(got[0], y2) and torch.equal(got[1], y1)
+    streams = rd.Coupling(g)(rd.Coupling(f)((x2, x1)))
+    assert torch.equal(streams[0], y2) and torch.equal(streams[1], y1)
 
 
 def test_duplicate_split_and_fuse():

@@ -1,5 +1,7 @@
 """Bad input: one clear error that names the unit, and nothing half-written."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.networks import MLP, Attention
@@ -27,7 +29,9 @@ def test_settings_of_a_chain_are_checked_whenever_they_are_set():
         chain.arithmetic = "foo"
     chain.arithmetic = "fixed"
     assert chain.arithmetic.exact and chain.backward == "reverse"
-    for name, value in (("check_every", 1.5), ("check_every", -1), ("drift_tolerance", "a")):
+    settings: list[tuple[str, Any]]
+    settings = [("check_every", 1.5), ("check_every", -1), ("drift_tolerance", "a")]
+    for name, value in settings:
         with pytest.raises(ValueError, match=f"{name} must be 0"):
             rd.Chain([rd.Duplicate()], **{name: value})
 
@@ -38,13 +42,13 @@ def test_a_pair_of_streams_that_nobody_fused_is_told(backward):
     with pytest.raises(TypeError) as raised:
         rd.Chain(units, backward=backward)(torch.randn(2, 8))
     assert any(
-        "Linear, which was given a pair of streams: rd.Fuse makes" in each
-        for each in raised.value.__notes__
+        "Linear, which was given a pair of streams: rd.Fuse makes" in note
+        for note in raised.value.__notes__
     )
     units[2:] = [rd.Fuse("mean"), Changes(lambda y: y + None)]
     with pytest.raises(TypeError) as raised:
         rd.Chain(units, backward=backward)(torch.randn(2, 8))
-    assert raised.value.__notes__ and not any("rd.Fuse" in each for each in raised.value.__notes__)
+    assert raised.value.__notes__ and not any("rd.Fuse" in note for note in raised.value.__notes__)
 
 
 def test_streams_must_be_floating_point():
@@ -55,12 +59,12 @@ def test_streams_must_be_floating_point():
 
 def test_a_coupling_with_a_forward_of_its_own_is_refused():
     class Own(rd.Coupling):
-        def forward(self, streams):
+        def forward(self, streams):  # type: ignore[override]
             a, b = streams
             return b + self.f(a), a
 
     class Scaled(rd.Coupling):
-        def forward(self, streams):
+        def forward(self, streams):  # type: ignore[override]
             a, b = streams
             return super().forward((2 * a, b))
 
@@ -94,7 +98,7 @@ def test_f_must_keep_shape_dtype_and_device(change, arithmetic, backward):
     for grad_mode in (torch.enable_grad(), torch.no_grad()):
         with grad_mode, pytest.raises(ValueError, match=r"unit 2, Coupling\(Changes\).*" + message):
             chain(torch.randn(5, 8))
-    assert all(each.grad is None for each in chain.parameters())
+    assert all(param.grad is None for param in chain.parameters())
 
 
 def test_f_may_be_narrower_than_its_stream_under_autocast_but_not_wider():
@@ -131,7 +135,7 @@ def test_a_coupling_alone_says_the_same():
     with pytest.raises(ValueError, match="keep shape"):
         rd.Coupling(nn.Linear(8, 4)).inverse((torch.randn(5, 8), torch.randn(5, 8)))
     with pytest.raises(TypeError, match=r"torch.nn.Module, got builtin_function_or_method"):
-        rd.Coupling(torch.sin)
+        rd.Coupling(torch.sin)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"takes=\('mask',\)"):
         rd.Coupling(Attention(8), takes="mask")
 
@@ -179,9 +183,9 @@ def test_arguments_of_a_chain_are_checked():
     with pytest.raises(ValueError, match="at least one unit"):
         rd.Chain([])
     with pytest.raises(TypeError, match="a list of units, got one Linear"):
-        rd.Chain(nn.Linear(2, 2))
+        rd.Chain(nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"unit 1 must be .*Module, got function"):
-        rd.Chain([nn.Identity(), lambda x: x])
+        rd.Chain([nn.Identity(), lambda x: x])  # type: ignore[list-item]
 
 
 def test_errors_of_the_users_own_modules_keep_their_kind_and_get_a_note():

@@ -1,5 +1,7 @@
 """First weights depend on the seed and the unit's name alone."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.families import EACH, is_text
@@ -14,38 +16,38 @@ from redivider.models.catalogue import resolve
 @pytest.mark.parametrize(("name", "options"), EACH)
 def test_a_subset_of_units_gets_the_weights_of_the_whole(name, options):
     whole = rd.create_model(name, seed=3, **options)
-    family, made = resolve(name, **options)
+    family, resolved = resolve(name, **options)
     torch.manual_seed(5)  # the caller's generator has no part in it
     with torch.device("meta"):
-        units = family.units(made)
-    some = dict(list(units.items())[1::2])
-    assert all(each.is_meta for unit in some.values() for each in unit.parameters())
+        units = family.units(resolved)
+    subset = dict(list(units.items())[1::2])
+    assert all(param.is_meta for unit in subset.values() for param in unit.parameters())
     state = torch.get_rng_state()
-    materialise(some, seed=3)
+    materialise(subset, seed=3)
     assert torch.equal(state, torch.get_rng_state())
-    for key, unit in some.items():
-        for inner, each in unit.state_dict().items():
-            assert torch.equal(each, whole.state_dict()[f"{key}.{inner}"]), (key, inner)
+    for key, unit in subset.items():
+        for inner, tensor in unit.state_dict().items():
+            assert torch.equal(tensor, whole.state_dict()[f"{key}.{inner}"]), (key, inner)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), EACH)
 def test_another_seed_gives_other_weights_and_units_differ(name, options):
     one, same, other = (rd.create_model(name, seed=seed, **options) for seed in (0, 0, 1))
-    for key, each in one.named_parameters():
-        assert torch.equal(each, same.get_parameter(key))
-        constant = each.min() == each.max()
-        assert constant or not torch.equal(each, other.get_parameter(key)), key
-        assert each.isfinite().all()
-    drawn = [each.flatten()[:4] for each in one.parameters() if each.min() != each.max()]
-    assert len({tuple(each.tolist()) for each in drawn}) == len(drawn), "two have the same numbers"
+    for key, param in one.named_parameters():
+        assert torch.equal(param, same.get_parameter(key))
+        constant = param.min() == param.max()
+        assert constant or not torch.equal(param, other.get_parameter(key)), key
+        assert param.isfinite().all()
+    drawn = [param.flatten()[:4] for param in one.parameters() if param.min() != param.max()]
+    assert len({tuple(row.tolist()) for row in drawn}) == len(drawn), "two have the same numbers"
 
 
 def test_depth_does_not_change_the_units_that_stay():
     options = dict(EACH)["rev_vit_tiny"]
     short, long = (rd.create_model("rev_vit_tiny", **{**options, "depth": d}) for d in (2, 5))
-    for key, each in short.state_dict().items():
-        assert torch.equal(each, long.state_dict()[key]), key
+    for key, tensor in short.state_dict().items():
+        assert torch.equal(tensor, long.state_dict()[key]), key
 
 
 def test_a_tie_outlives_the_meta_device():
@@ -82,7 +84,7 @@ def test_units_of_a_chain_and_modules_of_torch():
     materialise({"a": attention}, seed=0)
     assert attention.in_proj_bias.eq(0).all()
     with pytest.raises(TypeError, match="seed must be a whole number, got None"):
-        rd.create_model("revnet18", seed=None)
+        rd.create_model("revnet18", seed=None)  # type: ignore[arg-type]
 
 
 def test_a_parent_may_correct_what_its_children_drew():
@@ -129,7 +131,8 @@ def test_a_parent_may_correct_what_its_children_drew():
     ],
 )
 def test_how_large_first_weights_are(name, pattern, std):
-    depth = {"depths": (1, 1)} if "swin" in name or "mvit" in name else {"depth": 2}
-    small = {"vocabulary": 999} if is_text(name) else {}
-    found = rd.create_model(name, **depth, **small).get_parameter(pattern)
-    assert found.std().item() == pytest.approx(std, rel=0.05 if len(found) > 96 else 0.2)
+    has_depths = "swin" in name or "mvit" in name
+    options: dict[str, Any] = {"depths": (1, 1)} if has_depths else {"depth": 2}
+    options |= {"vocabulary": 999} if is_text(name) else {}
+    param = rd.create_model(name, **options).get_parameter(pattern)
+    assert param.std().item() == pytest.approx(std, rel=0.05 if len(param) > 96 else 0.2)

@@ -12,12 +12,13 @@ import redivider as rd
 
 def test_what_a_checker_sees_is_what_there_is():
     tree = ast.parse(Path(rd.__file__).read_text())
-    seen = {
-        alias.asname: node.module.removeprefix("redivider.")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("redivider.")
-        for alias in node.names
-    }
+    seen: dict[str | None, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            if node.module.startswith("redivider."):
+                home = node.module.removeprefix("redivider.")
+                seen |= {alias.asname: home for alias in node.names}
     assert seen == rd._HOMES
 
 
@@ -55,6 +56,7 @@ def test_the_core_imports_nothing_but_torch():
                 modules = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{path}: relative import"
+                assert node.module is not None
                 modules = [node.module]
             for module in modules:
                 top, where = module.partition(".")[0], path.relative_to(package).as_posix()

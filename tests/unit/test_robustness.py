@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -77,9 +78,10 @@ def test_hooks_that_look_and_hooks_of_the_backward_are_welcome(backward):
     plain = copy.deepcopy(chain)
     x = torch.randn(5, 6).double()
     weigh(run_plainly(plain, x)).backward()
-    for unit in list(chain)[2:6]:
-        unit.register_forward_hook(lambda *_: seen.append("forward"))
-        unit.f.register_full_backward_hook(lambda *_: seen.append("backward"))
+    couplings: list[Any] = list(chain)[2:6]
+    for coupling in couplings:
+        coupling.register_forward_hook(lambda *_: seen.append("forward"))
+        coupling.f.register_full_backward_hook(lambda *_: seen.append("backward"))
     weigh(chain(x)).backward()
     assert worst_error(gradients(chain), gradients(plain)) <= BOUND
     assert seen == ["forward"] * 4 + ["backward"] * 4
@@ -118,8 +120,8 @@ def test_a_subclass_of_batch_norm_counts_once(backward):
     for x in torch.randn(2, 5, 6).double():
         chain(x).sum().backward()
         run_plainly(plain, x)
-    for got, true in zip(chain.buffers(), plain.buffers(), strict=True):
-        assert torch.equal(got, true)
+    for buffer, expected in zip(chain.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(buffer, expected)
 
 
 @pytest.mark.parametrize("inner", ["store", *REPLAYING])
@@ -133,18 +135,19 @@ def test_a_chain_with_batch_norm_inside_of_f(outer, inner):
     plain = copy.deepcopy(chain)
     for unit in plain:
         if isinstance(unit, rd.Coupling):
-            unit.f.backward = "store"
+            f: Any = unit.f
+            f.backward = "store"
     for x in torch.randn(2, 5, 6).double():
         weigh(chain(x)).backward()
         weigh(run_plainly(plain, x)).backward()
     assert worst_error(gradients(chain), gradients(plain)) <= BOUND
-    for (name, got), true in zip(chain.named_buffers(), plain.buffers(), strict=True):
-        assert torch.allclose(got, true, rtol=1e-12), name
+    for (name, buffer), expected in zip(chain.named_buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(buffer, expected, rtol=1e-12), name
 
 
 def live_bytes() -> int:
     gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, nn.Parameter)]
     return sum(
         {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
     )
@@ -211,31 +214,34 @@ def test_two_threads_that_share_a_chain(backward):
     chain = vector_chain(lambda w: MLP(w), 4, backward=backward).double()
     plain = copy.deepcopy(chain)
     data = torch.randn(2, 10, 5, 6).double()
-    found: dict[int, list] = {}
+    grads: dict[int, list] = {}
 
     parameters = list(chain.parameters())  # in a thread, one might see another's stand-ins
 
-    def work(which: int) -> None:
-        found[which] = [torch.autograd.grad(weigh(chain(x)), parameters) for x in data[which]]
+    def work(index: int) -> None:
+        grads[index] = [torch.autograd.grad(weigh(chain(x)), parameters) for x in data[index]]
 
-    kinds = [type(each) for each in chain.parameters()]
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    kinds = [type(param) for param in chain.parameters()]
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [type(each) for each in chain.parameters()] == kinds
-    for which in range(2):
-        for x, got in zip(data[which], found[which], strict=True):
+    assert [type(param) for param in chain.parameters()] == kinds
+    for index in range(2):
+        for x, ours in zip(data[index], grads[index], strict=True):
             true = torch.autograd.grad(weigh(run_plainly(plain, x)), list(plain.parameters()))
             assert all(
-                torch.allclose(g, t, rtol=1e-10, atol=1e-13) for g, t in zip(got, true, strict=True)
+                torch.allclose(g, t, rtol=1e-10, atol=1e-13)
+                for g, t in zip(ours, true, strict=True)
             )
 
 
 @pytest.mark.parametrize("backward", REPLAYING)
 def test_a_cache_that_grows_with_the_input_is_replayed(backward):
     class Rotary(nn.Module):
+        table: torch.Tensor
+
         def __init__(self, width: int) -> None:
             super().__init__()
             self.linear = nn.Linear(width, width)
@@ -282,7 +288,7 @@ def test_a_coupling_with_a_residual_of_its_own_is_refused():
 
 
 def test_a_compiled_coupling_is_refused():
-    compiled = torch.compile(rd.Coupling(MLP(8)), backend="aot_eager")
+    compiled: Any = torch.compile(rd.Coupling(MLP(8)), backend="aot_eager")
     with pytest.raises(TypeError, match=r"unit 1 is a compiled coupling.*f\.compile"):
         rd.Chain([rd.Duplicate(), compiled])
 
@@ -326,8 +332,9 @@ def test_complex_streams():
     x = torch.randn(5, 8, dtype=torch.complex128)
     chain(x).abs().sum().backward()
     run_plainly(plain, x).abs().sum().backward()
-    for got, true in zip(chain.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(got.grad, true.grad, rtol=1e-12)
+    for param, expected in zip(chain.parameters(), plain.parameters(), strict=True):
+        assert param.grad is not None and expected.grad is not None
+        assert torch.allclose(param.grad, expected.grad, rtol=1e-12)
 
 
 def test_the_first_coupling_does_not_rebuild_an_input_that_nobody_wants():

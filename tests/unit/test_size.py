@@ -32,12 +32,11 @@ BLANK = {
 def count_lines(path: Path) -> int:
     """Count the lines of code of a file."""
     text = path.read_text()
-    strings = {
-        line
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        for line in range(node.lineno, node.end_lineno + 1)
-    }
+    strings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            assert node.end_lineno is not None
+            strings.update(range(node.lineno, node.end_lineno + 1))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     spans = (token for token in tokens if token.type not in BLANK)
     lines = {line for token in spans for line in range(token.start[0], token.end[0] + 1)}

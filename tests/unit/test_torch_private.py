@@ -4,6 +4,7 @@ import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,14 +24,14 @@ PRIVATE = re.compile(
 
 
 def test_private_names_are_in_one_file():
-    found = [
+    uses = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in sorted(ROOT.rglob("*.py"))
         if path.name != "_torch_private.py"
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if PRIVATE.search(line) and "torch.ops.aten." not in line
     ]
-    assert not found
+    assert not uses
 
 
 def test_a_function_is_called_when_the_backward_ends():
@@ -60,7 +61,8 @@ def test_a_call_runs_the_compiled_function():
     other = nn.Linear(2, 2)
     other.compile(backend="eager")
     assert private.compiled_call(other) is not None
-    assert private.original_module(torch.compile(other, backend="eager")) is other
+    compiled: Any = torch.compile(other, backend="eager")
+    assert private.original_module(compiled) is other
     assert private.original_module(other) is None
 
 
@@ -116,7 +118,7 @@ def test_a_backend_is_unwrapped(monkeypatch, tmp_path):
 
 
 def test_calls_of_nccl_are_one_group():
-    calls = []
+    calls: list[str] = []
     names = ("_group_start", "_group_end")  # of torch.distributed.ProcessGroupNCCL
     backend = SimpleNamespace(**{name: partial(calls.append, name) for name in names})
     with private.nccl_group(backend):

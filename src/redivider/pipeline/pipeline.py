@@ -26,6 +26,7 @@ from redivider.pipeline.arguments import verify_arguments, verify_optimizer
 from redivider.pipeline.checkpoint.snapshot import restore_snapshot, take_snapshot, verify_snapshot
 from redivider.pipeline.methods import resolve_method
 from redivider.pipeline.partition import balance_of, units_of
+from redivider.pipeline.runners.execution import Eager, Execution
 from redivider.pipeline.runners.in_flight import InFlight
 from redivider.pipeline.runners.inputs import CallerTensors, verify_inputs, verify_mode
 from redivider.pipeline.runners.prefetch import Prefetch
@@ -47,7 +48,6 @@ from redivider.replay.autocast import without_autocast
 
 if TYPE_CHECKING:
     from redivider.pipeline.diagnostics.probe import Probe
-    from redivider.pipeline.runners.captured import CapturedRunner
 
 logger = logging.getLogger("redivider")
 
@@ -176,7 +176,7 @@ class Pipeline:
         self._stopped: str | None = None
         self._probe: Probe | None = None
         self._tick_context: TickContext = EagerTick()
-        self._captured: CapturedRunner | None = None
+        self._execution: Execution = Eager()
         self.observer: Callable[[Action, float], None] | None = None
         """Called after every action, with the time at which it began."""
         logger.info("%s", self)
@@ -185,7 +185,7 @@ class Pipeline:
         if capture and device.type == "cuda":
             from redivider.pipeline.runners.captured import make_captured
 
-            self._captured = make_captured(self)
+            self._execution = make_captured(self)
 
     def step(self, x: Any, target: Any = None, /, **side: Any) -> Tick:
         """Feed a micro-batch and run one tick; return the loss that was computed in it.
@@ -198,12 +198,11 @@ class Pipeline:
         self._verify_running()
         if self._prefetch is not None:
             x, target = self._prefetch.bring((x, target))
-        if self._captured is not None:
-            with self._stopping():
-                result = self._captured.step(x, target, side)
-            if result is not None:
-                self._caller_tensors.forget()  # graphs have copies
-                return Tick(*result)
+        with self._stopping():
+            tick = self._execution.step(x, target, side)
+        if tick is not None:
+            self._caller_tensors.forget()  # graphs have copies
+            return tick
         message = self._transport.enter(self.in_flight.next, x, target, side)
         if self._probe is not None and message is not None:
             self._probe.enter(message)
@@ -219,8 +218,7 @@ class Pipeline:
         from redivider.pipeline.stages.compiled_update import CompiledUpdate
 
         self._leave_graphs()
-        if self._captured is not None:
-            self._captured.forget()
+        self._execution.forget()
         compile_units((unit.module for unit in self._units.values()), **options)
         if self._ends_here:
             self._loss.module.compile(**options)
@@ -275,8 +273,7 @@ class Pipeline:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state, bit for bit; a state that does not fit changes nothing."""
         verify_snapshot(self, state)
-        if self._captured is not None:
-            self._captured.forget()
+        self._execution.forget()
         self._caller_tensors.forget()
         with self._stopping():
             restore_snapshot(self, state)
@@ -392,9 +389,8 @@ class Pipeline:
                 stage.update(self._clip, others)
 
     def _leave_graphs(self) -> None:
-        if self._captured is not None:
-            with self._stopping():
-                self._captured.leave()
+        with self._stopping():
+            self._execution.leave()
 
     def _verify_running(self) -> None:
         if self._stopped is not None:

@@ -13,6 +13,7 @@ import torch
 import redivider
 from redivider.coupling import Coupling
 from redivider.data import DataError
+from redivider.errors import Agreed
 from redivider.pipeline.checkpoint.files import StateError, write_tensors
 from redivider.train.build import ROUNDING, build, num_microbatches, resolved
 from redivider.train.checkpoint import Checkpoints
@@ -36,11 +37,8 @@ RUN_ID = ".torchrun"  # file with the id of the torchrun job that trains in a fo
 NUM_TRACED = 4  # ticks on the timeline of a report
 
 
-class Stopped(Exception):
+class Stopped(Agreed):
     """Run that was stopped by a signal, and can be resumed from its folder."""
-
-    is_agreed = True
-    """Raised by all processes alike: none of them has failed."""
 
     def __init__(self, reason: str, folder: Path) -> None:
         super().__init__(reason)

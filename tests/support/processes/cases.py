@@ -17,7 +17,7 @@ class Flat(nn.Module):
 
 
 def model(dropout: float = 0.3, norm: bool = True) -> rd.Chain:
-    """Dropout, batch norm, a moving buffer and a mask: everything that has a state."""
+    """Return a chain with everything that has a state: dropout, batch norm, a buffer, a mask."""
     torch.manual_seed(0)
     units = [
         nn.Linear(5, 8),
@@ -34,7 +34,7 @@ def model(dropout: float = 0.3, norm: bool = True) -> rd.Chain:
 
 
 def batch(n: int, size: int = 4, data_rank: int = 0):
-    """Another one for every micro-batch, and every replica."""
+    """Return input, target and mask of a micro-batch, different for every replica."""
     generator = torch.Generator().manual_seed(1000 * data_rank + n)
     x = torch.randn(size, 6, 5, generator=generator)
     mask = torch.rand(6, 6, generator=torch.Generator().manual_seed(-n - 1))
@@ -58,20 +58,20 @@ def options(**changes):
 
 
 def run(pipe, first: int, last: int, data_rank: int = 0, size: int = 4) -> list:
-    """Feed micro-batches; the losses that became known."""
+    """Feed micro-batches; return the losses that became known, with their micro-batches."""
     ticks = []
     for n in range(first, last):
         x, target, mask = batch(n, size, data_rank)
         ticks.append(pipe.step(x, target, mask=mask))
-    return [(each.microbatch, each.loss) for each in ticks if each.loss is not None]
+    return [(tick.microbatch, tick.loss) for tick in ticks if tick.loss is not None]
 
 
 def finish(pipe) -> list:
-    return [(each.microbatch, each.loss) for each in pipe.flush(update=True)]
+    return [(tick.microbatch, tick.loss) for tick in pipe.flush(update=True)]
 
 
 def equal(one: dict, other: dict) -> bool:
-    """Whether two state dicts are the same to the last bit, wherever they are."""
+    """Return whether two state dicts are equal to the last bit, on whatever device."""
     return list(one) == list(other) and all(
-        torch.equal(each.cpu(), other[name].cpu()) for name, each in one.items()
+        torch.equal(tensor.cpu(), other[name].cpu()) for name, tensor in one.items()
     )

@@ -1,4 +1,4 @@
-"""What a pipeline over processes computes is what one process computes, over any backend."""
+"""A pipeline over processes computes the same as one process, over any backend."""
 
 import pytest
 import torch
@@ -15,17 +15,17 @@ NUM = 24  # micro-batches
 
 
 def train(rank, settings):
-    found = []
+    results = []
     for changes in settings:
         pipe = rd.DistributedPipeline(model(), **options(**changes))
         losses = run(pipe, 0, NUM)
         x, _, mask = batch(99)
         output = pipe.evaluate(x if rank == 0 else None, **({"mask": mask} if rank == 0 else {}))
         losses += finish(pipe)
-        found.append((losses, output, pipe.full_state_dict(), len(pipe._units)))
+        results.append((losses, output, pipe.full_state_dict(), len(pipe._units)))
         assert pipe._transport.is_empty
         pipe.close()
-    return found
+    return results
 
 
 def compare(settings, world_size, backend, tmp_path):
@@ -49,33 +49,33 @@ def compare(settings, world_size, backend, tmp_path):
 
 
 def evaluate_between(pipe, num: int) -> list:
-    """Evaluate before the first step, and after each of some."""
-    found = []
+    """Evaluate before the first step, and after every step."""
+    outputs = []
     for n in range(num + 1):
         x, target, mask = batch(n)
         y, _, other = batch(100 + n, size=2 + n)  # of another size each time
-        found.append(pipe.evaluate(y, mask=other))
+        outputs.append(pipe.evaluate(y, mask=other))
         pipe.step(x, target, mask=mask)
-    return found
+    return outputs
 
 
 def evaluate_early(rank, latencies):
-    found = []
+    results = []
     for latency in latencies:
         pipe = rd.DistributedPipeline(model(), **options(latency=latency))
-        found.append((evaluate_between(pipe, 2 * latency), pipe.full_state_dict()))
+        results.append((evaluate_between(pipe, 2 * latency), pipe.full_state_dict()))
         for _ in range(10):
             pipe.evaluate(batch(0)[0], mask=batch(0)[2])
-        assert len(pipe.team._begun) <= latency + 3  # what is under way does not pile up
+        assert len(pipe.team._begun) <= latency + 3  # transfers in progress do not pile up
         pipe.close()
-    return found
+    return results
 
 
 def compare_evaluations(backend, tmp_path):
-    """Before the first step, and after each of those that fill the pipeline."""
+    """Compare evaluations before the first step, and after each step that fills the pipeline."""
     torch.set_num_threads(1)
-    found = launch(evaluate_early, tmp_path, (1, 2, 3), world_size=3, backend=backend)
-    for latency, *ours in zip((1, 2, 3), *found, strict=True):
+    results = launch(evaluate_early, tmp_path, (1, 2, 3), world_size=3, backend=backend)
+    for latency, *ours in zip((1, 2, 3), *results, strict=True):
         pipe = rd.Pipeline(model(), stages=3, **options(latency=latency))
         outputs = evaluate_between(pipe, 2 * latency)
         weights = pipe.full_state_dict()
@@ -85,7 +85,7 @@ def compare_evaluations(backend, tmp_path):
 
 
 class Choose(nn.Module):
-    """Adds what a side input of some dtype says."""
+    """Computes with side inputs of several dtypes."""
 
     def forward(self, x, chosen, few, nothing):
         return torch.tanh(x) * chosen + few.to(x.dtype).sum() + nothing.sum()
@@ -101,9 +101,9 @@ def choose_by_side(pipe, num: int) -> list:
             "few": torch.randint(-3, 3, (2,), generator=dice, dtype=torch.int16),
             "nothing": torch.zeros(0, 2),
         }
-        side = {name: each.to(x.device) for name, each in side.items()}
+        side = {name: tensor.to(x.device) for name, tensor in side.items()}
         ticks.append(pipe.step(x[:, 0], target, **side))
-    return [each.loss for each in (*ticks, *pipe.flush()) if each.loss is not None]
+    return [tick.loss for tick in (*ticks, *pipe.flush()) if tick.loss is not None]
 
 
 def odd_units() -> rd.Chain:
@@ -120,13 +120,13 @@ def odd_sides(rank):
 
 
 def compare_side_inputs(backend, tmp_path):
-    """Of dtypes that backends do not know."""
+    """Compare runs with side inputs of dtypes that backends do not support."""
     torch.set_num_threads(1)
-    found = launch(odd_sides, tmp_path, world_size=3, backend=backend)
+    results = launch(odd_sides, tmp_path, world_size=3, backend=backend)
     losses = choose_by_side(rd.Pipeline(odd_units(), stages=3, **options()), 9)
     assert len(losses) == 9
-    for ours in found:
-        assert [float(each) for each in ours] == [float(each) for each in losses]
+    for ours in results:
+        assert [float(loss) for loss in ours] == [float(loss) for loss in losses]
 
 
 def save(rank, changes, folder, num):
@@ -139,7 +139,7 @@ def save(rank, changes, folder, num):
 
 
 def go_on(rank, changes, folder, num, first):
-    wire.NUM_TAGS = 8  # they begin anew often
+    wire.NUM_TAGS = 8  # they wrap around often
     pipe = rd.DistributedPipeline(model(dropout=0.3), **options(**changes))
     run(pipe, 0, first)  # forgotten
     pipe.load(folder)
@@ -148,7 +148,7 @@ def go_on(rank, changes, folder, num, first):
 
 
 def compare_saved(changes, backend, tmp_path):
-    """Saved on four processes it goes on on two and on one."""
+    """Resume a run that four processes saved on two processes and on one."""
     torch.set_num_threads(1)
     folder, num = tmp_path / "state", 13
     whole = rd.Pipeline(model(), **options(**changes))
@@ -180,8 +180,8 @@ def columns(rank, changes, folder, norm):
     torch.manual_seed(rank)  # replicas begin with the first one's weights
     net = model(dropout=0.3 if norm else 0.0, norm=norm)
     if column:
-        for each in net.parameters():
-            torch.nn.init.normal_(each)
+        for param in net.parameters():
+            torch.nn.init.normal_(param)
     pipe = rd.DistributedPipeline(net, mesh=mesh, **options(**changes))
     losses = run(pipe, 0, 13, column)
     pipe.save(folder)
@@ -198,16 +198,16 @@ def columns(rank, changes, folder, norm):
 
 
 def compare_replicas(norm, backend, tmp_path):
-    """Two by two ranks; without batch norm they are a pipeline on both batches joined."""
+    """Train on two by two ranks; without batch norm as a pipeline does on both batches joined."""
     torch.set_num_threads(1)
     changes = {"accumulate": 3, "clip_norm": 0.5}
-    found = launch(
+    results = launch(
         columns, tmp_path, changes, tmp_path / "state", norm, world_size=4, backend=backend
     )
-    weights = found[0][1]
-    for _, other in found:
+    weights = results[0][1]
+    for _, other in results:
         assert equal(weights, other)
-    one, other = (dict(found[rank][0]) for rank in (1, 3))
+    one, other = (dict(results[rank][0]) for rank in (1, 3))
     assert len(one) == NUM and all(one[n] != other[n] for n in one)
     with pytest.raises(ValueError, match="of 2 replicas"):
         rd.Pipeline(model(), stages=2, **options(**changes)).load(tmp_path / "state")
@@ -233,10 +233,10 @@ def in_turn(rank):
 
 
 def compare_two_pipelines(backend, tmp_path):
-    """In the same processes, taking turns."""
+    """Compare two pipelines that take turns in the same processes."""
     torch.set_num_threads(1)
-    found = launch(in_turn, tmp_path, backend=backend)
-    for seed, *ours in zip((1, 2), *found, strict=True):
+    results = launch(in_turn, tmp_path, backend=backend)
+    for seed, *ours in zip((1, 2), *results, strict=True):
         pipe = rd.Pipeline(model(), stages=2, **options(latency=2, seed=seed))
         run(pipe, 0, 20)
         finish(pipe)

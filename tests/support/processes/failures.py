@@ -1,4 +1,4 @@
-"""What may happen to a rank, and what all the others then have to say."""
+"""Failures of a rank, and the errors that all other ranks must report."""
 
 import faulthandler
 import os
@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,13 +37,14 @@ def exits(pipe):
 
 
 def exits_while_others_load(pipe):
-    """The others launch a kernel for the first time, which waits for their devices."""
+    """Exit, while the others launch a kernel for the first time, which waits for their devices."""
     os._exit(7)
 
 
 def load_kernel() -> None:
     if cases.DEVICE == "cpu":
-        dist.group.WORLD.load_kernel()
+        group: Any = dist.group.WORLD
+        group.load_kernel()
     else:
         torch.erfinv(torch.zeros(1, device=cases.DEVICE))  # no network of ours uses it
 
@@ -56,7 +58,7 @@ def sleeps(pipe):
 
 
 def sleeps_unread(pipe):
-    """The same; the others read their losses, and so wait for their devices."""
+    """Sleep, while the others read their losses and so wait for their devices."""
     sleeps(pipe)
 
 
@@ -65,7 +67,7 @@ def is_stopped(pipe):
 
 
 def changes_shape(pipe):
-    """The first rank alone: with a target of another size the last one might fail before it."""
+    """Only on the first rank: with a target of another size the last one might fail before it."""
     run(pipe, 6, 40, size=3 if pipe.team.is_first else 4)
 
 
@@ -93,7 +95,7 @@ CASES = {
     lacks_inputs: "first rank of a column needs the inputs",
     saves_nowhere: "there",
 }
-# Of the other cases, all ranks are.
+# In the other cases, all ranks are.
 VICTIMS = {
     raises: 1,
     exits: 2,
@@ -107,14 +109,14 @@ CULPRITS = {raises: 1, changes_shape: 0, lacks_inputs: 0}
 
 
 def work(case, rank: int, backend: str) -> None:
-    """Train, meet the case if it is this rank's, and train on."""
+    """Train, meet the case if it is this rank's, and continue to train."""
     faulthandler.dump_traceback_later(seconds(SECONDS) / 2)  # where does it hang?
     if backend in ordered.MODES:
         ordered.register(backend)
         dist.init_process_group(backend)
     if backend == "nccl":
         os.environ |= nccl_env(rank)
-        process_group.have_own_gpus = lambda *given: True  # they share one
+        process_group.have_own_gpus = lambda *_: True  # they share one
         cases.DEVICE = "cuda:0"
     pipe = rd.DistributedPipeline(model(), timeout=TIMEOUT, **options())
     run(pipe, 0, 6)
@@ -129,7 +131,7 @@ def work(case, rank: int, backend: str) -> None:
 
 
 def meet(case, tmp_path: Path, backend: str = "gloo") -> None:
-    """Have three ranks meet a case; verify that all end, and what they say."""
+    """Have three ranks meet a case; verify that all end, and what they report."""
     store = TCPStore("127.0.0.1", 0, is_master=True)  # as torchrun's
     processes = [
         start(
@@ -145,11 +147,11 @@ def meet(case, tmp_path: Path, backend: str = "gloo") -> None:
     ]
     stopped = {1} if case is is_stopped else set()
     try:
-        others = [each for rank, each in enumerate(processes) if rank not in stopped]
+        others = [process for rank, process in enumerate(processes) if rank not in stopped]
         assert not end(others, seconds(SECONDS)), "they hang\n" + "\n".join(
             output.read_text() for output in sorted(tmp_path.glob("?.txt"))
         )
-        assert all(each.exitcode != 0 for each in others)
+        assert all(process.exitcode != 0 for process in others)
     finally:
         end(processes, 0)
     silent = {exits: {2}, exits_while_others_load: {2}, is_killed: {0}}.get(case, set()) | stopped

@@ -1,4 +1,4 @@
-"""Runs a function in several processes, and brings back what they return."""
+"""Run a function in several processes, and collect the results."""
 
 import os
 import traceback
@@ -21,7 +21,7 @@ def launch(
     world_size: int = 2,
     backend: str = "gloo",
 ) -> list:
-    """Call `function(rank, *args)` in each process; raise if any of them raised."""
+    """Call `function(rank, *args)` in every process; return the results, or raise if one raised."""
     folder.mkdir(exist_ok=True)
     processes = [
         start(_work, function, rank, world_size, backend, str(folder), args)
@@ -48,9 +48,9 @@ def rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def nccl_env(rank: int) -> dict[str, str]:
-    """Return what lets NCCL connect ranks that share a GPU: each on a machine of its own, it seems.
+    """Return the environment in which NCCL connects ranks that share a GPU.
 
-    Transfers go through sockets.
+    NCCL takes each rank for one on a machine of its own, and transfers through sockets.
     """
     return {
         "NCCL_HOSTID": f"rank {rank}",

@@ -1,11 +1,11 @@
 """A backend for the CPU that matches messages by their order alone, as NCCL does.
 
-What a group is asked for is done in that order: a batch, or a collective, begins when the one
-before it is over. "eager": a send is over as soon as it has begun, as small messages are that fit
-into NCCL's buffers. "rendezvous": it is over when it is received. "device": the same, and the
-pipeline takes it for a GPU: waits have no limit, and end when the group is aborted, whatever has
-come. Queries of the device wait for a lock, which `load_kernel` holds until nothing runs there.
-A buffer to be received into holds NaN until its message has come.
+A group works in the order of its calls: a batch, or a collective, begins when the one before it is
+over. "eager": a send is over as soon as it has begun, as for small messages that fit into NCCL's
+buffers. "rendezvous": it is over when it is received. "device": the same, and the pipeline takes
+the CPU for a GPU: waits have no limit, and end when the group is aborted, whatever has arrived.
+Queries of the device wait for a lock, which `load_kernel` holds until nothing runs there.
+A receive buffer holds NaN until its message has arrived.
 """
 
 import queue
@@ -29,10 +29,11 @@ driver = threading.Lock()
 class Done(dist.Work):
     """A job of a group's thread."""
 
-    def __init__(self, job: Callable[[], None]) -> None:
+    def __init__(self, job: Callable[[], Any]) -> None:
         super().__init__()
-        self._job, self._event, self.error = job, threading.Event(), None
-        self.left_the_device = threading.Event()  # what fails stays there, until it is aborted
+        self._job, self._event = job, threading.Event()
+        self.error: Exception | None = None
+        self.left_the_device = threading.Event()  # a failed job stays there until it is aborted
 
     def run(self) -> None:
         try:
@@ -64,10 +65,11 @@ class Ordered(dist.ProcessGroup):
     """Transfers by gloo, whose tags count the messages between two ranks."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, mode: str) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._is_eager = mode == "eager"
-        self._num_sent, self._num_received = Counter(), Counter()
+        self._num_sent: Counter[int] = Counter()
+        self._num_received: Counter[int] = Counter()
         self._jobs: queue.Queue[Done] = queue.Queue()
         self._leaving: list[Any] = []
         self._works: list[Done] = []
@@ -79,7 +81,7 @@ class Ordered(dist.ProcessGroup):
         while True:
             self._jobs.get().run()
 
-    def _queue(self, job: Callable[[], None]) -> Done:
+    def _queue(self, job: Callable[[], Any]) -> Done:
         if self._is_aborted:
             raise dist.DistBackendError("the communicator was aborted")
         work = Done(job)
@@ -89,17 +91,21 @@ class Ordered(dist.ProcessGroup):
 
     def batch(self, ops: list[dist.P2POp], begin: Callable[..., Any]) -> list[Done]:
         """Begin transfers together, by torch's own function, which calls `send` and `recv`."""
-        self._batch = starts = []
+        starts: list[Callable[[], Any]] = []
+        self._batch = starts
         begin(ops)
         self._batch = None
         return [
             self._queue(lambda: [work.wait() for work in [start() for start in starts] if work])
         ]
 
-    def send(self, tensors: Any, rank: int, tag: int) -> None:
+    def send(  # type: ignore[override]
+        self, tensors: Any, rank: int, tag: int
+    ) -> None:
+        assert self._batch is not None
         tag = self._num_sent[rank]
         self._num_sent[rank] += 1
-        sent = [each.clone() for each in tensors] if self._is_eager else tensors
+        sent = [tensor.clone() for tensor in tensors] if self._is_eager else tensors
 
         def start() -> Any:
             work = self._gloo.send(sent, rank, tag)
@@ -109,26 +115,29 @@ class Ordered(dist.ProcessGroup):
 
         self._batch.append(start)
 
-    def recv(self, tensors: Any, rank: int, tag: int) -> None:
+    def recv(  # type: ignore[override]
+        self, tensors: Any, rank: int, tag: int
+    ) -> None:
+        assert self._batch is not None
         tag = self._num_received[rank]
         self._num_received[rank] += 1
-        for each in tensors:
-            each.fill_(255)  # bytes
+        for tensor in tensors:
+            tensor.fill_(255)  # bytes
         self._batch.append(lambda: self._gloo.recv(tensors, rank, tag))
 
-    def allgather(self, found: Any, sent: Any, options: Any = None) -> Done:
-        return self._queue(lambda: self._gloo.allgather(found, sent).wait())
+    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Done:
+        return self._queue(lambda: self._gloo.allgather(outputs, inputs).wait())
 
-    def allreduce(self, tensors: Any, options: Any) -> Done:
+    def allreduce(self, tensors: Any, options: Any) -> Done:  # type: ignore[override]
         return self._queue(lambda: self._gloo.allreduce(tensors, options).wait())
 
-    def broadcast(self, tensors: Any, options: Any) -> Done:
+    def broadcast(self, tensors: Any, options: Any) -> Done:  # type: ignore[override]
         return self._queue(lambda: self._gloo.broadcast(tensors, options).wait())
 
-    def barrier(self, options: Any) -> Done:
+    def barrier(self, options: Any) -> Done:  # type: ignore[override]
         return self._queue(lambda: self._gloo.barrier(options).wait())
 
-    def _get_backend(self, device: torch.device) -> "Ordered":
+    def _get_backend(self, device: torch.device) -> Any:
         return self
 
     def _group_start(self) -> None:
@@ -142,19 +151,19 @@ class Ordered(dist.ProcessGroup):
         return SimpleNamespace(name="COMM_ERROR" if has_failed else "SUCCESS")
 
     def load_kernel(self) -> None:
-        """Wait until nothing runs on the device, and let nobody ask it meanwhile."""
+        """Wait until nothing runs on the device, and block queries of it meanwhile."""
         with driver:
             for work in tuple(self._works):
                 work.left_the_device.wait()
 
     def abort(self) -> None:
-        """Let nobody wait any longer, and begin nothing any more."""
+        """End all waits, and refuse new jobs."""
         self._is_aborted = True
         for work in self._works:
             work.end()
 
     def shutdown(self) -> None:
-        """Wait until everything has left, as NCCL does when a group is destroyed."""
+        """Wait until all messages have left, as NCCL does when a group is destroyed."""
         for _, work in self._leaving:
             work.wait()
 
@@ -169,7 +178,7 @@ class Ordered(dist.ProcessGroup):
 
 
 class Progress:
-    """Marks in the work of a device that is never behind, and behind its transfers."""
+    """Marks in the work of a device that computes at once, and marks behind its transfers."""
 
     def __init__(self, device: torch.device) -> None:
         pass
@@ -182,10 +191,10 @@ class Progress:
 
 
 def register(backend: str) -> None:
-    """Make the backends known to this process, which uses one; tell them what is one batch."""
+    """Register the backends in this process, and give them whole batches of transfers."""
     if backend == "device":
         topology.waits_on_device = lambda device: True
-        topology.Progress = Progress
+        topology.Progress = Progress  # type: ignore[assignment,misc]
     for mode in MODES:
 
         def make(store: Any, rank: int, size: int, timeout: timedelta, mode: str = mode) -> Ordered:
@@ -198,4 +207,4 @@ def register(backend: str) -> None:
         group = ops[0].group
         return group.batch(ops, begin) if isinstance(group, Ordered) else begin(ops)
 
-    dist.batch_isend_irecv = batch
+    dist.batch_isend_irecv = batch  # type: ignore[assignment]

@@ -22,8 +22,8 @@ NUM_STEPS = 90  # an epoch of 89 micro-batches, in whole updates
 
 def small(**changes) -> Recipe:
     """Return a small recipe of a pipeline of four stages that saves as often as it can."""
-    made = {"method": "petra", "stages": 4, "epochs": 1.0, "threads": 1, "save_minutes": 0.0}
-    return recipe(**{**made, "log_every": 10, "timeout": seconds(30), **changes})
+    base = {"method": "petra", "stages": 4, "epochs": 1.0, "threads": 1, "save_minutes": 0.0}
+    return recipe(**{**base, "log_every": 10, "timeout": seconds(30), **changes})
 
 
 def start(
@@ -44,16 +44,22 @@ def start(
         "BACKEND": backend,
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--nproc-per-node", str(num), "--max-restarts", str(restarts)]
-    torchrun += ["--monitor-interval", "0.1"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    words = [*torchrun, "-m", "support.processes.victim", *words]
-    return subprocess.Popen(words, env=env, start_new_session=True, **pipes)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num), "--max-restarts", str(restarts)]
+    command += ["--monitor-interval", "0.1"]
+    command += ["-m", "support.processes.victim", *words]
+    return subprocess.Popen(
+        command,
+        env=env,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def listen(process: subprocess.Popen) -> str:
-    """Wait for torchrun to end; return what was said."""
+    """Wait for torchrun to end; return its output."""
     try:
         return process.communicate(timeout=seconds(120))[0]
     except subprocess.TimeoutExpired:
@@ -61,8 +67,8 @@ def listen(process: subprocess.Popen) -> str:
         raise
 
 
-def run_ranks(num: int, *words: str, full: str = "") -> tuple[list[int], str]:
-    """Run a command in processes that torchrun could have started; exit codes, and what is said."""
+def run_ranks(num: int, *words: str, full: str = "") -> tuple[list[int | None], str]:
+    """Run a command in processes as torchrun starts them; return exit codes and the output."""
     store = TCPStore("127.0.0.1", 0, is_master=True)
     here = Path.cwd()
     processes = [
@@ -77,7 +83,7 @@ def run_ranks(num: int, *words: str, full: str = "") -> tuple[list[int], str]:
     ]
     assert not workers.end(processes, seconds(120)), "they hang"
     said = "".join((here / f"{rank}.txt").read_text() for rank in range(num))
-    return [each.exitcode for each in processes], said
+    return [process.exitcode for process in processes], said
 
 
 def _play(words: tuple[str, ...]) -> int:
@@ -88,12 +94,12 @@ def _play(words: tuple[str, ...]) -> int:
 
 def equal(one: Path, other: Path) -> bool:
     """Return whether two runs have the same log and the same weights, to the last bit."""
-    ours, theirs = (load_file(each / "model.safetensors") for each in (one, other))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
     return rows(one) == rows(other) and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
 def kill_one(number: int, asked: str, whole: Path, backend: str = "gloo") -> None:
-    """Kill a rank at a tick, and verify that the run ends as `whole`, which nothing happened to.
+    """Kill a rank at a tick, and verify that the run ends as the undisturbed run `whole`.
 
     Any rank at any tick: also before the first checkpoint, and in the middle of one.
     """

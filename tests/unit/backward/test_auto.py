@@ -1,9 +1,10 @@
-"""`backward="auto"` and what a capture can say without a GPU."""
+"""`backward="auto"`, and the errors of a capture without a GPU."""
 
 import copy
 import logging
 import pickle
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from redivider.backward.auto import ROUNDS, Auto, Trial, faster, forced, forcing
 
 
 class Clock:
-    """Stands for a CUDA event: its time is given, and it may not have arrived yet."""
+    """Stand-in for a CUDA event: the test sets its time and whether it has arrived."""
 
     now = 0.0
     arrived = True
@@ -36,7 +37,7 @@ class Clock:
 
 @pytest.fixture
 def device(monkeypatch):
-    """A device that takes a given time for a backward."""
+    """Replace the device by one whose backward takes the time that a test sets."""
     monkeypatch.setattr(auto, "timer", Clock)
     retries = [0]
     monkeypatch.setattr(auto, "_num_retries", lambda: retries[0])
@@ -45,9 +46,9 @@ def device(monkeypatch):
 
 
 def steps(trial, took, number, retries=None):
-    ways = []
+    picks = []
     for _ in range(number):
-        ways.append(trial.pick())
+        picks.append(trial.pick())
         x = torch.ones(3, requires_grad=True)
         y = x * 2
 
@@ -57,16 +58,16 @@ def steps(trial, took, number, retries=None):
                 return x.clone()
 
             @staticmethod
-            def backward(ctx, grad, way=ways[-1]):
-                Clock.now += took[way]
-                if retries is not None and way == "overlap":
+            def backward(ctx, grad, strategy=picks[-1]):
+                Clock.now += took[strategy]
+                if retries is not None and strategy == "overlap":
                     retries[0] += 1
                 return grad
 
         y = Slow.apply(y)
-        trial.time_backward(ways[-1], y)
+        trial.time_backward(picks[-1], y)
         y.sum().backward()
-    return ways
+    return picks
 
 
 @pytest.mark.parametrize(
@@ -75,12 +76,12 @@ def steps(trial, took, number, retries=None):
 def test_both_ways_take_turns_and_the_faster_one_stays(device, caplog, overlap, choice):
     caplog.set_level(logging.INFO, "redivider")
     trial = Trial("(3,)")
-    ways = steps(trial, {"reverse": 1.0, "overlap": overlap}, 2 * ROUNDS)
-    assert ways == ["reverse", "overlap"] * ROUNDS
+    picks = steps(trial, {"reverse": 1.0, "overlap": overlap}, 2 * ROUNDS)
+    assert picks == ["reverse", "overlap"] * ROUNDS
     assert steps(trial, {"reverse": 1.0, "overlap": 99.0}, 5) == [choice] * 5
     assert len(caplog.records) == 1
-    said = caplog.records[0].message
-    assert repr(choice) in said and "(3,)" in said and f"{overlap:.2f} ms" in said
+    message = caplog.records[0].message
+    assert repr(choice) in message and "(3,)" in message and f"{overlap:.2f} ms" in message
 
 
 def test_it_does_not_wait_for_the_device(device):
@@ -115,21 +116,21 @@ def test_a_capture_may_force_a_way_and_settle_the_choice(device):
 
 
 def test_a_clock_that_slows_down_does_not_favour_the_way_that_is_first(device):
-    """Seen on a GPU: 8 % faster just after it was idle, for longer than one way was timed."""
-    made, began = [], Clock.now
+    """Seen on a GPU: 8 % faster just after it was idle, for longer than one strategy was timed."""
+    calls, began = [], Clock.now
     cycles = {"reverse": 1.0, "overlap": 0.95}
 
-    def ready(way):
-        made.append(way)
+    def ready(strategy):
+        calls.append(strategy)
 
         def step():
-            Clock.now += cycles[way] * (0.92 if Clock.now - began < 11 else 1.0)
+            Clock.now += cycles[strategy] * (0.92 if Clock.now - began < 11 else 1.0)
 
         return step
 
-    took = time_strategies(lambda way: made.append(f"run {way}"), ready)
-    assert made == ["run reverse", "run overlap", "reverse", "overlap"], (
-        "what is ready holds memory"
+    took = time_strategies(lambda strategy: calls.append(f"run {strategy}"), ready)
+    assert calls == ["run reverse", "run overlap", "reverse", "overlap"], (
+        "a prepared step holds memory"
     )
     assert faster(took) == "overlap"
     assert took["overlap"] == pytest.approx(0.95) and took["reverse"] == pytest.approx(1.0)
@@ -138,15 +139,15 @@ def test_a_clock_that_slows_down_does_not_favour_the_way_that_is_first(device):
 @pytest.mark.parametrize("when", ["run", "ready"])
 @pytest.mark.parametrize("scarce", ["reverse", "overlap"])
 def test_a_way_that_does_not_fit_is_not_taken(device, caplog, scarce, when):
-    def do(stage, way):
-        if way == scarce and stage == when:
+    def do(phase, strategy):
+        if strategy == scarce and phase == when:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return lambda: None
 
-    ways = partial(do, "run"), partial(do, "ready")
+    functions = partial(do, "run"), partial(do, "ready")
     if scarce == "reverse":
         with pytest.raises(torch.OutOfMemoryError):
-            time_strategies(*ways)
+            time_strategies(*functions)
         return
     caplog.set_level(logging.INFO, "redivider")
     choices = Auto()
@@ -154,14 +155,14 @@ def test_a_way_that_does_not_fit_is_not_taken(device, caplog, scarce, when):
     trial.choice = None
     with forcing("reverse"):
         trial.pick()
-    choices.settle(time_strategies(*ways))
+    choices.settle(time_strategies(*functions))
     assert trial.choice == "reverse" and "memory is short" in caplog.text
 
 
 def test_two_passes_in_one_backward_count_for_nothing(device):
     trial = Trial("(3,)")
     for _ in range(10):
-        total = 0.0
+        total: Any = 0.0
         for _ in range(2):
             y = torch.ones(3, requires_grad=True) * 2
             trial.time_backward(trial.pick(), y)
@@ -202,9 +203,11 @@ def test_on_the_cpu_auto_is_reverse():
     other = copy.deepcopy(chain)
     other.backward = "reverse"
     x = torch.randn(5, 6)
-    for each in (chain, other):
-        weigh(each(x)).backward()
-    assert all(torch.equal(gradients(chain)[k], g) for k, g in gradients(other).items())
+    for model in (chain, other):
+        weigh(model(x)).backward()
+    grads: dict[str, Any] = gradients(chain)
+    expected: dict[str, Any] = gradients(other)
+    assert all(torch.equal(grads[key], expected[key]) for key in expected)
     assert worst_error(gradients(chain), gradients(other)) == 0
     pickle.loads(pickle.dumps(chain))
 

@@ -11,7 +11,7 @@ import redivider as rd
 
 
 class Loud(nn.Module):
-    """Its residual is so much larger than the stream that bf16 forgets the stream."""
+    """An f whose residual is so much larger than the stream that bf16 loses the stream."""
 
     def __init__(self, gain: float = 100.0) -> None:
         super().__init__()
@@ -28,13 +28,13 @@ def chain(make=Loud, depth: int = 4, dtype=torch.bfloat16, **options) -> rd.Chai
 
 
 def train(model: rd.Chain, steps: int, dtype=torch.bfloat16) -> list[int]:
-    """The steps, counted from 1, in which a warning fired."""
+    """Return the steps, counted from 1, in which a warning fired."""
     fired = []
     for step in range(1, steps + 1):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model(torch.randn(8, 16, dtype=dtype, requires_grad=True)).sum().backward()
-        fired += [step for each in caught if issubclass(each.category, rd.DriftWarning)]
+        fired += [step for entry in caught if issubclass(entry.category, rd.DriftWarning)]
     return fired
 
 
@@ -91,13 +91,13 @@ def test_the_estimate_is_close_to_the_true_error(error):
 
     seen = []
 
-    class Told(Mailbox):
+    class Recorder(Mailbox):
         def post(self, value, read):
             seen.append(value[0].item())
 
     a, b = torch.randn(2, 64, 32, 128)
     noisy = [x + error * torch.randn_like(x) for x in (a, b)]
-    Drift((a, b), 1.0, "here", Told()).compare(tuple(noisy))
+    Drift((a, b), 1.0, "here", Recorder()).compare(tuple(noisy))
     assert seen[0] == pytest.approx(error, rel=0.3)
 
 
@@ -109,9 +109,9 @@ def test_values_that_are_not_numbers_do_not_pass_for_small_drift():
             Breaks.calls += 1
             return x * (torch.nan if Breaks.calls > 2 else 1.0)
 
-    made = chain(Breaks, depth=2, dtype=torch.float32)
+    model = chain(Breaks, depth=2, dtype=torch.float32)
     with pytest.warns(rd.DriftWarning, match="are not finite, though those.* twice"):
-        made(torch.randn(8, 16, requires_grad=True)).sum().backward()
+        model(torch.randn(8, 16, requires_grad=True)).sum().backward()
     Breaks.calls = 0
     assert train(chain(Breaks, depth=2, dtype=torch.float32), 1, torch.float32) == [1]
 
@@ -138,17 +138,17 @@ def test_streams_that_overflow_only_when_they_are_rebuilt_are_told_apart():
             return 2 * x + self.linear(x)
 
     torch.manual_seed(0)
-    made = chain(Skips, 90, torch.float32)
-    y = made(torch.randn(8, 16))
+    model = chain(Skips, 90, torch.float32)
+    y = model(torch.randn(8, 16))
     assert y.isfinite().all()
     with pytest.warns(rd.DriftWarning, match="rebuilt.*not finite, though .* a skip of its own"):
         y.sum().backward()
 
 
 def test_a_forward_that_is_not_finite_is_told_as_such():
-    made = chain(MLP16, 2, torch.float32)
+    model = chain(MLP16, 2, torch.float32)
     with pytest.warns(rd.DriftWarning, match="of the forward are not finite.* look at the input"):
-        made(torch.full((8, 16), torch.nan)).sum().backward()
+        model(torch.full((8, 16), torch.nan)).sum().backward()
 
 
 class MLP16(MLP):

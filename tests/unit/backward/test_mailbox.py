@@ -11,7 +11,7 @@ from redivider.backward.row import _poisoned
 
 
 class Arrival:
-    """Stands for a CUDA event."""
+    """Stand-in for a CUDA event."""
 
     def __init__(self) -> None:
         self.arrived = False
@@ -27,11 +27,15 @@ def test_on_the_cpu_a_value_is_read_at_once():
 
 
 def test_on_the_meta_device_there_is_nothing_to_read():
-    Mailbox().post(torch.empty((), device="meta"), lambda value: value.item())
+    def read(value):
+        value.item()
+
+    Mailbox().post(torch.empty((), device="meta"), read)
 
 
 def test_values_in_flight_are_read_in_order_as_they_arrive():
-    mailbox, seen, arrivals = Mailbox(), [], [Arrival() for _ in range(3)]
+    mailbox, arrivals = Mailbox(), [Arrival() for _ in range(3)]
+    seen: list[float] = []
     for number, arrival in enumerate(arrivals):
         mailbox._in_flight.append((torch.tensor(number), arrival, lambda v: seen.append(v.item())))
     mailbox.poll()
@@ -48,7 +52,8 @@ def test_a_fault_is_raised_once_and_drops_what_was_posted_behind_it():
     def fail(_):
         raise OverflowError("no")
 
-    mailbox, seen, arrival = Mailbox(), [], Arrival()
+    mailbox, arrival = Mailbox(), Arrival()
+    seen: list[torch.Tensor] = []
     arrival.arrived = True
     mailbox._in_flight += [
         (torch.tensor(0), arrival, fail),
@@ -69,6 +74,7 @@ def test_copies_start_empty():
 def test_after_a_fault_gradients_are_not_numbers():
     x = torch.randn(3, requires_grad=True)
     _poisoned(x, torch.tensor(False)).sum().backward()
+    assert x.grad is not None
     assert torch.equal(x.grad, torch.ones(3))
     y = _poisoned(x, torch.tensor(True))
     assert torch.equal(y, x)

@@ -1,4 +1,4 @@
-"""What is run and what is kept: f twice in a training step, and nothing that grows with depth."""
+"""Runs of f and memory of a step: f runs twice, and what is kept does not grow with depth."""
 
 import gc
 import os
@@ -54,21 +54,21 @@ def test_f_runs_once_without_grad_and_in_evaluation_and_nothing_is_kept(backward
     y = chain(x)
     assert Counted.runs == 5
     assert torch.equal(y, quiet)
-    if backward == "reverse":  # gradients are there for who asks, and still nothing is kept
+    if backward == "reverse":  # gradients can be asked for, and still nothing is kept
         assert sum(alive(streams)) <= 2
         weigh(y).backward()
-        assert all(each.grad is not None for each in chain.parameters())
+        assert all(param.grad is not None for param in chain.parameters())
 
 
 def streams_of(chain: rd.Chain) -> list[weakref.ref]:
-    """Weak references to the storages of all that the couplings give, filled as they run."""
-    found: list[weakref.ref] = []
+    """Return weak references to the storages of the couplings' outputs, filled as they run."""
+    references: list[weakref.ref] = []
     for unit in chain:
         if isinstance(unit, rd.Coupling):
             unit.register_forward_hook(
-                lambda _, __, out: found.append(weakref.ref(out[0].untyped_storage()))
+                lambda _, __, out: references.append(weakref.ref(out[0].untyped_storage()))
             )
-    return found
+    return references
 
 
 def alive(references: list[weakref.ref]) -> list[bool]:
@@ -170,7 +170,8 @@ def measure(*runs: str) -> list[tuple[int, int]]:
         command, capture_output=True, text=True, env=environment, timeout=seconds(100)
     )
     assert done.returncode == 0, done.stderr
-    return [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    rows = [line.split() for line in done.stdout.splitlines()]
+    return [(int(held), int(peak)) for held, peak in rows]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""What runs beside what, on lanes that only keep a record; the same engine on the CPU."""
+"""Order of overlapped work, on lanes that only keep a record; and the same engine on the CPU."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -46,15 +47,15 @@ class Job:
 
 @pytest.fixture
 def no_callbacks(monkeypatch):
-    """Outside of a backward there is nothing to wait for the end of."""
+    """Ignore callbacks for the end of a backward: there is no backward."""
     engine = type("Engine", (), {"queue_callback": staticmethod(lambda call: None)})
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
 
 
 def run(depth, lanes, is_bound):
     overlap = Overlap(torch.device("cpu"))
-    overlap._make_lanes = lambda: lanes
-    grads = [torch.zeros(())]
+    overlap._make_lanes = lambda: lanes  # type: ignore[method-assign]
+    grads: list[torch.Tensor | None] = [torch.zeros(())]
     for number in reversed(range(depth)):
         grads = overlap.step(Job(number, lanes, is_bound), grads)
     return overlap, grads
@@ -99,7 +100,7 @@ def test_what_needs_each_other_is_in_order_and_the_rest_is_not(depth, bound):
 def test_results_of_the_side_lane_live_until_it_has_waited_for_their_readers():
     lanes = Recorded()
     overlap = Overlap(torch.device("cpu"))
-    overlap._make_lanes = lambda: lanes
+    overlap._make_lanes = lambda: lanes  # type: ignore[method-assign]
     held = []
     wait = lanes.wait
 
@@ -107,8 +108,8 @@ def test_results_of_the_side_lane_live_until_it_has_waited_for_their_readers():
         held.append((lane, bool(overlap._held), "read" in event))
         wait(lane, event)
 
-    lanes.wait = watching
-    grads = [torch.zeros(())]
+    lanes.wait = watching  # type: ignore[method-assign]
+    grads: list[torch.Tensor | None] = [torch.zeros(())]
     for number in (3, 2, 1, 0):
         grads = overlap.step(Job(number, lanes), grads)
         if number == 2:  # of the side lane: autograd reads them on the main lane, and lets go
@@ -121,19 +122,19 @@ def test_results_of_the_side_lane_live_until_it_has_waited_for_their_readers():
 
 @pytest.fixture
 def ahead(monkeypatch):
-    """Chains on the CPU that prepare units ahead, which they otherwise do on a GPU alone."""
-    made = []
+    """Let chains prepare units ahead on the CPU, which they otherwise do on a GPU alone."""
+    overlaps = []
 
     def make(self, x):
-        made.append(OnTheCpu(torch.device("cpu")) if self.overlaps else None)
-        return made[-1]
+        overlaps.append(OnTheCpu(torch.device("cpu")) if self.overlaps else None)
+        return overlaps[-1]
 
     monkeypatch.setattr(Strategy, "make_overlap", make)
-    return made
+    return overlaps
 
 
 class Whole(torch.autograd.Function):
-    """tanh(x w), as one node: what a compiled module is."""
+    """tanh(x w) as one node, like a compiled module."""
 
     compiled_bw = True  # as torch's own have
 
@@ -162,9 +163,9 @@ def node_chain(depth, backward):
 
 
 class Joint(torch.autograd.Function):
-    """The same with stand-ins for both streams, which the compiler makes of a coupling's f.
+    """tanh(a w) with stand-ins for both streams, as the compiler makes it of a coupling's f.
 
-    As its code does, the backward writes what it returns into what the forward has saved.
+    Like compiled code, the backward writes its results into the tensors that the forward saved.
     """
 
     compiled_bw = True
@@ -248,21 +249,24 @@ def test_under_torchs_checkpoint_nothing_is_unpacked_twice(make, backward):
 def test_no_lane_reads_too_early_or_takes_memory_that_the_other_one_uses(
     monkeypatch, kind, depth, backward
 ):
-    """Every operation of a step, as if each lane ran whenever it may."""
+    """Watch every operation of a step, as if each lane ran whenever it may."""
     lanes = Recorded()
     monkeypatch.setattr(Overlap, "_make_lanes", lambda self: lanes)
     monkeypatch.setattr(Strategy, "make_overlap", lambda self, x: Overlap(torch.device("cpu")))
     chain = CHAINS[kind](depth, backward)
     plain = copy.deepcopy(chain)
-    for each in chain.parameters():
-        each.register_hook(lambda grad: grad * 1)  # takes memory between two units
+    for param in chain.parameters():
+        param.register_hook(lambda grad: grad * 1)  # takes memory between two units
     x = torch.randn(4, 5, 6).double()
     races = Races(lanes)
     rows = []
     enter = Row.enter
-    monkeypatch.setattr(
-        Row, "enter", lambda row, *a, **k: (rows.append(row), enter(row, *a, **k))[1]
-    )
+
+    def recording_enter(row, *args, **kwargs):
+        rows.append(row)
+        return enter(row, *args, **kwargs)
+
+    monkeypatch.setattr(Row, "enter", recording_enter)
     for _ in range(2):  # gradients add up
         torch.manual_seed(1)
         with races:
@@ -272,7 +276,7 @@ def test_no_lane_reads_too_early_or_takes_memory_that_the_other_one_uses(
         torch.manual_seed(1)
         weigh(run_plainly(plain, x)).backward()
     assert not races.found
-    assert depth == 1 or {lanes.where[each] for each in lanes.where} == {MAIN, SIDE}
+    assert depth == 1 or set(lanes.where.values()) == {MAIN, SIDE}
     assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
 
 
@@ -341,15 +345,15 @@ def test_rows_between_junctions_batch_norm_and_frozen_parts(ahead):
 
     units = [rd.Split(dim=1), *rows[0], Junction(), *rows[1], Junction(), *rows[2], rd.Fuse(dim=1)]
     chain = rd.Chain(units, backward="overlap").double()
-    for each in rows[0][1].parameters():
-        each.requires_grad_(False)
+    for param in rows[0][1].parameters():
+        param.requires_grad_(False)
     plain = copy.deepcopy(chain)
     x = torch.randn(3, 8, 6, 6).double()
     weigh(chain(x)).backward()
     weigh(run_plainly(plain, x)).backward()
     assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
-    for got, true in zip(chain.buffers(), plain.buffers(), strict=True):
-        assert torch.allclose(got, true, rtol=1e-12)
+    for buffer, expected in zip(chain.buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(buffer, expected, rtol=1e-12)
 
 
 def test_a_second_backward_and_some_gradients_only(ahead):
@@ -358,11 +362,11 @@ def test_a_second_backward_and_some_gradients_only(ahead):
     x = torch.randn(4, 5, 6).double()
     loss, true = weigh(chain(x)), weigh(run_plainly(plain, x))
     late = [5, 6]
-    wanted = [list(each[i].parameters()) for each in (chain, plain) for i in late]
-    got = torch.autograd.grad(loss, wanted[0] + wanted[1], retain_graph=True)
+    wanted = [list(model[i].parameters()) for model in (chain, plain) for i in late]
+    grads = torch.autograd.grad(loss, wanted[0] + wanted[1], retain_graph=True)
     expected = torch.autograd.grad(true, wanted[2] + wanted[3], retain_graph=True)
-    for one, other in zip(got, expected, strict=True):
-        assert torch.allclose(one, other, rtol=1e-12)
+    for grad, true_grad in zip(grads, expected, strict=True):
+        assert torch.allclose(grad, true_grad, rtol=1e-12)
     assert not ahead[-1]._ready, "what was prepared for units that were not asked is let go"
     for _ in range(2):
         loss.backward(retain_graph=True)
@@ -403,7 +407,12 @@ def test_units_with_many_parameters_are_prepared_ahead_too(ahead, monkeypatch):
 
     count = []
     original = Overlap._prepare
-    monkeypatch.setattr(Overlap, "_prepare", lambda *args: (count.append(1), original(*args))[1])
+
+    def counting(*args):
+        count.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(Overlap, "_prepare", counting)
     couplings = [rd.Coupling(Wide()) for _ in range(6)]
     chain = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse()], backward="checkpoint-overlap")
     x = torch.randn(3, 8, requires_grad=True)
@@ -427,8 +436,8 @@ def test_the_side_lane_waits_for_what_autograd_did_on_the_main_one():
     """Or it would take memory that a reader on the main lane still needs."""
     lanes = Recorded()
     overlap = Overlap(torch.device("cpu"))
-    overlap._make_lanes = lambda: lanes
-    grads = [torch.zeros(())]
+    overlap._make_lanes = lambda: lanes  # type: ignore[method-assign]
+    grads: list[torch.Tensor | None] = [torch.zeros(())]
     for number in reversed(range(6)):
         grads = overlap.step(Job(number, lanes), grads)
         lanes.note(f"A{number}")  # autograd adds gradients up, and lets go of them
@@ -441,7 +450,7 @@ def test_the_side_lane_waits_for_what_autograd_did_on_the_main_one():
 def test_what_is_left_over_is_joined_before_it_is_let_go():
     lanes = Recorded()
     overlap = Overlap(torch.device("cpu"))
-    overlap._make_lanes = lambda: lanes
+    overlap._make_lanes = lambda: lanes  # type: ignore[method-assign]
     overlap.step(Job(3, lanes), [torch.zeros(())])
     assert lanes.where["R2"] == SIDE and "R2" not in lanes.known[MAIN]
     overlap.end()
@@ -450,10 +459,10 @@ def test_what_is_left_over_is_joined_before_it_is_let_go():
 
 @pytest.mark.usefixtures("no_callbacks")
 def test_the_side_lane_is_joined_where_a_unit_fails():
-    """Two failures for want of memory: the preparation's is kept quiet, the other one is not."""
+    """Memory runs out twice: in the preparation, which is not reported, and in the unit."""
     lanes = Recorded()
     overlap = Overlap(torch.device("cpu"))
-    overlap._make_lanes = lambda: lanes
+    overlap._make_lanes = lambda: lanes  # type: ignore[method-assign]
     grads = overlap.step(Job(3, lanes), [torch.zeros(())])
 
     class Failing(Job):
@@ -470,7 +479,7 @@ def test_the_side_lane_is_joined_where_a_unit_fails():
 
 
 def test_on_the_cpu_it_is_reverse():
-    made = []
+    grads: list[dict[str, Any]] = []
     chains = [token_chain(3, backward) for backward in ("overlap", "reverse")]
     chains[1].load_state_dict(chains[0].state_dict())
     x = torch.randn(4, 5, 6).double()
@@ -478,5 +487,5 @@ def test_on_the_cpu_it_is_reverse():
         assert resolve_strategy(chain.backward).make_overlap(x) is None
         torch.manual_seed(2)
         weigh(chain(x)).backward()
-        made.append(gradients(chain))
-    assert all(torch.equal(made[0][key], made[1][key]) for key in made[0])
+        grads.append(gradients(chain))
+    assert all(torch.equal(grads[0][key], grads[1][key]) for key in grads[0])

@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -30,14 +31,14 @@ def test_under_autocast_gradients_may_differ_as_its_precision_does():
     chain = rd.Chain([rd.Duplicate(), *couplings, *ends], backward="reverse")
     x = 1000 + torch.randn(32, 16)  # so that restored inputs often round to other bf16 numbers
     with torch.autocast("cpu", torch.bfloat16):
-        found = rd.check_gradients(chain, x)
-        assert 1e-5 < found.worst <= 5e-2
+        report = rd.check_gradients(chain, x)
+        assert 1e-5 < report.worst <= 5e-2
         with pytest.raises(ValueError, match=r"more than 1.0e-05"):
             rd.check_gradients(chain, x, tolerance=1e-5)
 
 
 def test_a_cpu_without_bf16_instructions_is_no_error():
-    """There torch warns once, in words of its own, and takes another kernel."""
+    """Torch then warns once, in its own words, and takes another kernel."""
     warnings.warn("mkldnn_matmul bf16 path needs a cpu with bf16 support", stacklevel=1)
 
 
@@ -51,7 +52,7 @@ def test_check_gradients_takes_keywords_and_pairs():
 
 
 class Moody(nn.Module):
-    """Not the same function twice."""
+    """Layer that is another function at every call."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ def test_an_f_that_is_not_deterministic_is_found():
 
 
 def test_chains_inside_of_a_chain_are_stored_too():
-    """Else the truth that a chain is compared with would be found by reversing."""
+    """Otherwise the reference gradients would themselves be computed by reversing."""
     calls = []
     inner = rd.Chain([rd.Split(), rd.Coupling(MLP(4)), rd.Fuse()])
     inner[1].f.register_forward_hook(lambda *_: calls.append(inner.backward))
@@ -94,7 +95,7 @@ def test_checking_leaves_everything_as_it_was():
         rd.measure_memory(chain, x)
         assert torch.equal(torch.get_rng_state(), random_state)
         assert [m.training for m in chain.modules()] == training
-        assert all(each.grad is None for each in chain.parameters())
+        assert all(param.grad is None for param in chain.parameters())
         for name, value in chain.state_dict().items():
             assert torch.equal(value, before[name]), name
 
@@ -128,17 +129,17 @@ def test_measured_peak_is_flat_too():
 
 def test_check_memory_passes_reversal_and_refuses_storing():
     x = torch.randn(256, 32)
-    found = rd.check_memory(lambda depth: wide_chain(depth, "reverse"), x, depths=(3, 9, 27))
-    assert list(found) == [3, 9, 27]
-    assert "KiB" in str(found[3])
+    memory = rd.check_memory(lambda depth: wide_chain(depth, "reverse"), x, depths=(3, 9, 27))
+    assert list(memory) == [3, 9, 27]
+    assert "KiB" in str(memory[3])
     for backward in ("store", "checkpoint"):
         with pytest.raises(ValueError, match="grows with depth: depth 8: held"):
-            rd.check_memory(lambda depth, b=backward: wide_chain(depth, b), x)
+            rd.check_memory(partial(wide_chain, backward=backward), x)
     with pytest.raises(TypeError, match="a function from a depth to a chain"):
         rd.check_memory(wide_chain(2, "reverse"), x)
     for check in (rd.check_reversible, rd.check_gradients):
         with pytest.raises(TypeError, match="take a Chain, got Linear"):
-            check(nn.Linear(2, 2), x)
+            check(nn.Linear(2, 2), x)  # type: ignore[arg-type]
 
 
 def test_a_model_without_memory_can_be_measured_and_cut():
@@ -148,13 +149,13 @@ def test_a_model_without_memory_can_be_measured_and_cut():
     assert sum(rd.balance(model, 4, example=x)) == len(model)
 
 
-class Told(nn.Linear):
+class DictOutput(nn.Linear):
     def forward(self, x):
         return {"logits": super().forward(x), "aux": None, "name": "told"}
 
 
 def test_outputs_may_hold_more_than_tensors():
-    chain = rd.Chain([*vector_chain(MLP, 3), Told(3, 2)]).double()
+    chain = rd.Chain([*vector_chain(MLP, 3), DictOutput(3, 2)]).double()
     x = torch.randn(5, 6).double()
     assert 0 < rd.check_gradients(chain, x).worst < 1e-12
     assert rd.measure_memory(chain, x).held > 0
@@ -166,7 +167,7 @@ def test_sparse_gradients_are_measured():
         return rd.Chain([stem, *vector_chain(MLP, 2)])
 
     x = torch.arange(5)
-    sparse, dense = (rd.measure_memory(embedding(each), x) for each in (True, False))
+    sparse, dense = (rd.measure_memory(embedding(is_sparse), x) for is_sparse in (True, False))
     assert sparse.held == dense.held
     assert 0 < sparse.peak < dense.peak
     assert rd.check_gradients(embedding(sparse=True), x).worst < 1e-5
@@ -190,12 +191,13 @@ def test_checkers_compute_gradients_also_where_the_caller_wants_none():
 
 
 class Rotated(nn.Module):
-    """Of complex numbers."""
+    """Product with a complex matrix."""
 
     def __init__(self, width):
         super().__init__()
         weight = torch.randn(width, width, dtype=torch.complex128) / 3
-        self.weight, self.wrong = nn.Parameter(weight), 0.0
+        self.weight = nn.Parameter(weight)
+        self.wrong: complex = 0.0
 
     def forward(self, a):
         self.wrong *= 1j
@@ -217,7 +219,9 @@ def test_complex_streams_are_checked_whole():
 
 
 class Cached(nn.Module):
-    """Keeps a buffer for the last shape, as rotary embeddings do."""
+    """Layer that keeps a buffer for the last shape, as rotary embeddings do."""
+
+    cache: torch.Tensor | None
 
     def __init__(self, width):
         super().__init__()
@@ -234,10 +238,10 @@ def test_buffers_that_are_made_on_the_way_are_gone_again():
     chain = vector_chain(Cached, 2, backward="reverse")
     for check in (rd.check_gradients, rd.check_reversible, rd.measure_memory):
         check(chain, torch.randn(5, 6))
-        assert all(each.cache is None for each in chain.modules() if isinstance(each, Cached))
+        assert all(layer.cache is None for layer in chain.modules() if isinstance(layer, Cached))
     chain(torch.randn(3, 6))
-    before = [each.cache for each in chain.modules() if isinstance(each, Cached)]
+    before = [layer.cache for layer in chain.modules() if isinstance(layer, Cached)]
     for check in (rd.check_gradients, rd.check_reversible, rd.measure_memory):
         check(chain, torch.randn(5, 6))
-        after = [each.cache for each in chain.modules() if isinstance(each, Cached)]
+        after = [layer.cache for layer in chain.modules() if isinstance(layer, Cached)]
         assert all(one is other for one, other in zip(before, after, strict=True))

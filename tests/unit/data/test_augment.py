@@ -16,27 +16,27 @@ def test_crop_and_flip(shape, padding, dtype):
     images = torch.randint(1, 256, (40, *shape)).to(dtype)
     top, left = torch.randint(2 * padding + 1, (2, 40))
     flip = torch.rand(40) < 0.5
-    found = crop_and_flip(images, top, left, flip, padding=padding)
-    assert found.dtype == dtype
-    assert torch.equal(found, one_by_one(images, top, left, flip, padding))
+    cut = crop_and_flip(images, top, left, flip, padding=padding)
+    assert cut.dtype == dtype
+    assert torch.equal(cut, one_by_one(images, top, left, flip, padding))
 
 
 def test_the_middle_cut_is_the_image_and_the_corner_has_black_edges():
     images = torch.randint(1, 256, (2, 3, 6, 6), dtype=torch.uint8)
     top = left = torch.tensor([2, 0])
-    found = crop_and_flip(images, top, left, torch.tensor([False, False]), padding=2)
-    assert torch.equal(found[0], images[0])
-    assert not found[1, :, :2].any() and not found[1, :, :, :2].any()
-    assert torch.equal(found[1, :, 2:, 2:], images[1, :, :4, :4])
+    cut = crop_and_flip(images, top, left, torch.tensor([False, False]), padding=2)
+    assert torch.equal(cut[0], images[0])
+    assert not cut[1, :, :2].any() and not cut[1, :, :, :2].any()
+    assert torch.equal(cut[1, :, 2:, 2:], images[1, :, :4, :4])
 
 
 def test_normalise_is_the_formula():
     images = torch.randint(256, (5, 3, 4, 4), dtype=torch.uint8)
-    mean, std = (torch.tensor(each).double().view(3, 1, 1) for each in (MEAN, STD))
+    mean, std = (torch.tensor(values).double().view(3, 1, 1) for values in (MEAN, STD))
     true = (images / 255.0 - mean) / std
-    found = Normalise(MEAN, STD)(images)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), true, rtol=1e-6, atol=1e-6)
+    result = Normalise(MEAN, STD)(images)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), true, rtol=1e-6, atol=1e-6)
 
 
 def test_formats_and_dtypes_hold_the_same_numbers():

@@ -1,4 +1,4 @@
-"""Batches one after another: made several at once, each as it is alone."""
+"""Batches one after another: made several at once, each equal to the one made alone."""
 
 import weakref
 from collections import deque
@@ -31,7 +31,7 @@ source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch is asked to compute."""
+    """Mode that counts operations other than views."""
 
     num = 0
 
@@ -49,13 +49,13 @@ def test_they_are_those_of_each_step(make, together, monkeypatch):
         alone, visited = (make(3, train=train, seed=4) for _ in range(2))
         num = 3 * len(alone) if train else len(alone)
         for start in starts:
-            found = list(islice(visited.since(start), num - start))
-            assert len(found) == num - start
-            for step, each in enumerate(found, start):
+            steps = list(islice(visited.since(start), num - start))
+            assert len(steps) == num - start
+            for step, batch in enumerate(steps, start):
                 true = alone[step]
-                assert equal(each, true)
-                assert [t.stride() for t in each] == [t.stride() for t in true]
-                assert [t.dtype for t in each] == [t.dtype for t in true]
+                assert equal(batch, true)
+                assert [t.stride() for t in batch] == [t.stride() for t in true]
+                assert [t.dtype for t in batch] == [t.dtype for t in true]
 
 
 @source
@@ -74,8 +74,8 @@ def test_they_take_fewer_operations(make, monkeypatch):
 @source
 def test_a_batch_keeps_no_other(make, monkeypatch):
     monkeypatch.setitem(module.TOGETHER, "cpu", module.TOGETHER["cuda"])
-    for each in islice(make(2, train=True).since(0), 9):
-        for tensor in each:
+    for batch in islice(make(2, train=True).since(0), 9):
+        for tensor in batch:
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
@@ -87,39 +87,46 @@ def test_a_batch_is_not_kept_when_it_is_given_away(together, monkeypatch):
         x, y = next(visits)
         kept = [weakref.ref(x), weakref.ref(y)]
         del x, y
-        assert [each() for each in kept] == [None, None]
+        assert [ref() for ref in kept] == [None, None]
 
 
 def test_those_made_together_are_gone_before_there_are_more(monkeypatch):
-    made = make_images().batches(2, train=True)
-    take, last = made._take, []
+    batches = make_images().batches(2, train=True)
+    take = batches._take
+    last: list[weakref.ref[torch.Tensor]] = []
 
     def taken(span):
-        assert [each() for each in last] == [None] * len(last)
+        assert [ref() for ref in last] == [None] * len(last)
         x, y = take(span)
         last[:] = weakref.ref(x), weakref.ref(y)
         return x, y
 
-    monkeypatch.setattr(made, "_take", taken)
+    monkeypatch.setattr(batches, "_take", taken)
     monkeypatch.setitem(module.TOGETHER, "cpu", 5 * 2 * 3 * 32 * 32)
-    deque(islice(made.since(0), 30), maxlen=0)  # which keeps none
+    deque(islice(batches.since(0), 30), maxlen=0)  # keeps none of them
     assert last
 
 
 def test_no_more_are_made_at_once_than_memory_is_meant_for(monkeypatch):
-    made = make_images().batches(2, train=True)
-    take, spans = made._take, []
-    monkeypatch.setattr(made, "_take", lambda span: spans.append(span) or take(span))
+    batches = make_images().batches(2, train=True)
+    take = batches._take
+    spans: list[tuple[int, int, int]] = []
+
+    def taken(span):
+        spans.append(span)
+        return take(span)
+
+    monkeypatch.setattr(batches, "_take", taken)
     monkeypatch.setitem(module.TOGETHER, "cpu", 5 * 2 * 3 * 32 * 32)
-    next(made.since(0))
+    next(batches.since(0))
     assert spans == [(0, 0, 2)]  # the first is there as soon as it can be
     spans.clear()
-    list(islice(made.since(0), 30))
+    list(islice(batches.since(0), 30))
     assert [(epoch, stop - start) for epoch, start, stop in spans] == [
         *((0, 2), (0, 10), (0, 10), (0, 10), (0, 10), (0, 8)),
         *((1, 10),),
     ]
     monkeypatch.setitem(module.TOGETHER, "cpu", 100)
     spans.clear()
-    list(islice(made.since(0), 3))
+    list(islice(batches.since(0), 3))
     assert [stop - start for _, start, stop in spans] == [2, 2, 2]

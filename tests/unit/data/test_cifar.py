@@ -5,6 +5,7 @@ import hashlib
 import os
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def test_every_form_is_read(kind, form, packed, below, tmp_path):
     _, true = write_cifar(tmp_path / (below and kind), kind, form, packed=packed)
     before = sorted(tmp_path.rglob("*"))
     for train in (True, False):
-        images = load(kind, train=train, folder=tmp_path)
+        images: Any = load(kind, train=train, folder=tmp_path)
         pixels, labels = true["train" if train else "test"]
         assert torch.equal(images.pixels, pixels) and torch.equal(images.labels, labels)
         assert images.name == kind and images.num_classes == (10 if kind == "cifar10" else 100)
@@ -33,7 +34,7 @@ def test_every_form_is_read(kind, form, packed, below, tmp_path):
 @pytest.mark.parametrize("protocol", range(5))
 def test_python_files_of_every_protocol(protocol, tmp_path):
     _, true = write_cifar(tmp_path, "cifar100", "python", packed=False, protocol=protocol)
-    images = load("cifar100", train=True, folder=tmp_path)
+    images: Any = load("cifar100", train=True, folder=tmp_path)
     assert torch.equal(images.pixels, true["train"][0])
     assert torch.equal(images.labels, true["train"][1])
 
@@ -102,10 +103,10 @@ def test_it_is_downloaded_once(tmp_path, monkeypatch):
     with serving({"/" + path.name: content}, monkeypatch) as (url, asked):
         monkeypatch.setattr(cifar, "SITE", url)
         for _ in range(2):
-            images = load("cifar10", train=True, folder=tmp_path / "here")
+            images: Any = load("cifar10", train=True, folder=tmp_path / "here")
             assert torch.equal(images.pixels, true["train"][0])
         assert asked == ["/" + path.name]
-    assert [each.name for each in (tmp_path / "here").iterdir()] == [path.name]
+    assert [file.name for file in (tmp_path / "here").iterdir()] == [path.name]
 
 
 def test_without_a_network(tmp_path, monkeypatch):
@@ -128,7 +129,8 @@ def test_the_official_data():
         (Path(folder) / name).exists() for pair in list(FOLDERS.values())[:2] for name in pair
     ):
         pytest.skip("REDIVIDER_DATA names no folder with CIFAR-10")
-    train, test = (load("cifar10", train=each, download=False) for each in (True, False))
+    train: Any = load("cifar10", train=True, download=False)
+    test: Any = load("cifar10", train=False, download=False)
     assert train.labels.bincount().tolist() == [5000] * 10
     assert test.labels.bincount().tolist() == [1000] * 10
     mean = train.pixels.double().mean((0, 2, 3)) / 255
@@ -142,7 +144,7 @@ def test_the_official_data():
 
 
 def refused(folder: Path, *messages: str, **options) -> None:
-    """One line, with all of this in it."""
+    """Check that loading fails with a one-line error that matches every message."""
     with pytest.raises(DataError) as caught:
         load("cifar10", train=True, folder=folder, **options)
     assert "\n" not in str(caught.value)

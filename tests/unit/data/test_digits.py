@@ -1,5 +1,7 @@
 """The digits are those of scikit-learn, split once and for all."""
 
+from typing import Any
+
 import torch
 from sklearn.datasets import load_digits
 
@@ -19,7 +21,8 @@ def test_pixels_and_labels_are_those_of_the_package():
 
 
 def test_sizes():
-    train, test = load("digits", train=True), load("digits", train=False)
+    train: Any = load("digits", train=True)
+    test: Any = load("digits", train=False)
     assert (len(train), len(test)) == (1437, 360)
     assert train.pixels.shape == (1437, 1, 8, 8) and int(train.pixels.max()) == 16
     assert (train.channels, train.image_size, train.num_classes) == (1, 8, 10)

@@ -2,6 +2,7 @@
 
 import math
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from redivider.data.order import permutation
 # Python 3.12 warns of workers that are forked from a process with threads, as pytest's may be.
 FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
-STATISTICS = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.25, 0.3)}
+STATISTICS: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.25, 0.3)}
 
 
 @pytest.fixture
@@ -95,20 +96,20 @@ def test_the_central_crop(width, height, tmp_path):
     noise = torch.randint(256, (height, width, 3), dtype=torch.uint8)
     path = tmp_path / "x.png"
     Image.fromarray(noise.numpy()).save(path)
-    found = central_crop(path, 56)
+    crop = central_crop(path, 56)
     scale = 64 / min(width, height)
     size = (64, int(height * scale)) if width < height else (int(width * scale), 64)
     whole = Image.open(path).resize(size, Image.Resampling.BILINEAR)
     left, top = round((size[0] - 56) / 2), round((size[1] - 56) / 2)
     true = whole.crop((left, top, left + 56, top + 56))
-    assert bytes(found.permute(1, 2, 0).flatten().tolist()) == true.tobytes()
+    assert bytes(crop.permute(1, 2, 0).flatten().tolist()) == true.tobytes()
 
 
 def test_evaluation_is_in_order_and_complete(folder):
     batches = folder.batches(5, train=False, num_workers=0)
-    found = list(batches)
-    assert [len(y) for _, y in found] == [5, 5, 2]
-    x, y = map(torch.cat, zip(*found, strict=True))
+    steps = list(batches)
+    assert [len(y) for _, y in steps] == [5, 5, 2]
+    x, y = map(torch.cat, zip(*steps, strict=True))
     crops = torch.stack([central_crop(folder.paths[i], 24) for i in range(12)])
     assert torch.equal(x, Normalise(**STATISTICS)(crops)) and torch.equal(y, folder.labels)
 

@@ -3,6 +3,7 @@
 import pickle
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +28,10 @@ def test_imagenet32_is_read(layout, below, tmp_path):
             write_folder(home / f"Imagenet32_{split}", content)
         else:
             prefix = "Imagenet32/" if "folder" in layout else ""
-            named = {prefix + name: each for name, each in content.items()}
+            named = {prefix + name: data for name, data in content.items()}
             write_zip(home / f"Imagenet32_{split}.zip", named)
     for train in (True, False):
-        images = load("imagenet32", train=train, folder=tmp_path)
+        images: Any = load("imagenet32", train=train, folder=tmp_path)
         pixels, labels = true["train" if train else "val"]
         assert torch.equal(images.pixels, pixels.view(-1, 3, 32, 32))
         assert torch.equal(images.labels, labels)
@@ -86,11 +87,11 @@ def test_imagenet_is_read(below, tmp_path):
     write_classes(tmp_path / below / "train", {"n02": 3, "n01": 4, "n10": 2})
     write_classes(tmp_path / below / "val", {"n10": 2, "n01": 1})
     (tmp_path / below / "train" / "n01" / "notes.txt").write_text("not an image")
-    train = load("imagenet", train=True, folder=tmp_path, image_size=32)
+    train: Any = load("imagenet", train=True, folder=tmp_path, image_size=32)
     assert train.classes == ["n01", "n02", "n10"]
     assert train.labels.tolist() == [0] * 4 + [1] * 3 + [2] * 2
     assert (train.num_classes, train.channels, train.image_size) == (3, 3, 32)
-    val = load("imagenet", train=False, folder=tmp_path)
+    val: Any = load("imagenet", train=False, folder=tmp_path)
     assert val.labels.tolist() == [0, 2, 2] and val.num_classes == 3  # numbered as in training
     assert val.image_size == 224
     batches = train.batches(4, train=True, num_workers=0)

@@ -24,7 +24,7 @@ def test_a_training_batch_is_what_a_slow_loop_makes():
     x, y = batches[2 * 3 + 1]
     assert torch.equal(x, Normalise(images.mean, images.std)(cut))
     assert torch.equal(y, images.labels[index])
-    assert len({tuple(each) for each in torch.stack([bits % 9, bits // 9 % 9], 1).tolist()}) > 8
+    assert len({tuple(corner) for corner in torch.stack([bits % 9, bits // 9 % 9], 1).tolist()}) > 8
     assert 0 < int((bits // 81 % 2).sum()) < 16
 
 
@@ -65,13 +65,13 @@ def test_epochs_and_seeds_differ():
 def test_evaluation_is_in_order_complete_and_plain():
     images = make_images()
     batches = images.batches(16, train=False)
-    found = list(batches)
-    assert len(batches) == len(found) == 4
-    assert [len(y) for _, y in found] == [16, 16, 16, 2]
-    x, y = map(torch.cat, zip(*found, strict=True))
+    steps = list(batches)
+    assert len(batches) == len(steps) == 4
+    assert [len(y) for _, y in steps] == [16, 16, 16, 2]
+    x, y = map(torch.cat, zip(*steps, strict=True))
     assert torch.equal(x, Normalise(images.mean, images.std)(images.pixels))
     assert torch.equal(y, images.labels)
-    assert equal(batches[3], found[3])
+    assert equal(batches[3], steps[3])
     assert len(list(batches.since(2))) == 2
     with pytest.raises(IndexError, match="no step 4; an epoch has 4"):
         batches[4]
@@ -129,7 +129,7 @@ def test_bad_input():
     assert len(images.batches(64, train=False)) == 1
     for size in (0, -1, 2.5, True):
         with pytest.raises(DataError, match="batch_size must be a whole number"):
-            images.batches(size, train=True)
+            images.batches(size, train=True)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="padding must be 0 or more"):
         images.batches(8, train=True, padding=32)
     batches = images.batches(8, train=True)

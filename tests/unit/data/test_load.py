@@ -1,7 +1,8 @@
-"""Data by name: where they are looked for, and what is asked for wrongly."""
+"""Data by name: where files are searched, and errors for wrong names and options."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def test_unknown_names_get_the_nearest(name, near):
 def test_unknown_names_and_options():
     for name in ("mnist-like", "", None, 3):
         with pytest.raises(DataError, match="one of digits, cifar10, cifar100, imagenet32"):
-            load(name, train=True)
+            load(name, train=True)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="cifar10 has no option 'downlaod'; did you mean 'downl"):
         load("cifar10", train=True, downlaod=False)
     with pytest.raises(DataError, match="digits has no option 'tokens'; it has none"):
@@ -47,7 +48,7 @@ def test_folders(tmp_path, monkeypatch):
     assert data_folder() == tmp_path / "data"
     assert data_folder("other") == Path("other")
     _, true = write_cifar(tmp_path / "data", "cifar10", "binary", packed=False)
-    images = load("cifar10", train=True, download=False)
+    images: Any = load("cifar10", train=True, download=False)
     assert torch.equal(images.pixels, true["train"][0])
 
 

@@ -1,4 +1,4 @@
-"""Hidden tokens: how many, which, and what stands in their place."""
+"""Masked tokens: how many, which, and what replaces them."""
 
 from itertools import islice
 
@@ -24,8 +24,8 @@ def batches(num, batch_size=1, *, train=True, rate=0.15, **options):
     st.integers(2, 40), st.integers(2, 6), st.floats(0.01, 1.0), st.integers(0, 3), st.booleans()
 )
 def test_windows_have_as_many_targets_and_show_all_other_tokens(context, n, rate, seed, train):
-    tokens, made = batches(n * context, rate=rate, context=context, seed=seed, train=train)
-    for x, y in islice(made.since(0), n - 1):
+    tokens, windows = batches(n * context, rate=rate, context=context, seed=seed, train=train)
+    for x, y in islice(windows.since(0), n - 1):
         asked = y != -100
         assert int(asked.sum()) == max(1, round(rate * context))
         true = torch.where(asked, y, x)
@@ -37,9 +37,9 @@ def test_windows_have_as_many_targets_and_show_all_other_tokens(context, n, rate
 
 @given(st.integers(1, 90), st.integers(1, 20), st.integers(0, 3))
 def test_in_evaluation_windows_are_full_and_nothing_is_asked_for_twice(num, context, seed):
-    """The last one begins earlier: a copy of a token beside it would give it away."""
-    tokens, made = batches(num, 3, context=context, train=False, rate=0.5, seed=seed)
-    x, y = map(torch.cat, zip(*made, strict=True))
+    """The last window starts earlier, without padding; only its new tokens are targets."""
+    tokens, windows = batches(num, 3, context=context, train=False, rate=0.5, seed=seed)
+    x, y = map(torch.cat, zip(*windows, strict=True))
     last = min(context, num)
     assert x.shape == (-(-num // context), last)
     starts = [min(n * context, num - last) for n in range(len(x))]
@@ -51,12 +51,13 @@ def test_in_evaluation_windows_are_full_and_nothing_is_asked_for_twice(num, cont
         assert len(asked) == max(1, round(0.5 * new))
         assert (asked >= last - new).all(), "what an earlier window had is only shown"
     others = batches(num, 3, context=context, train=False, rate=0.5, seed=seed + 1)[1]
-    assert torch.equal(torch.cat([each for _, each in others]), y), "all runs are asked the same"
+    targets = torch.cat([targets for _, targets in others])
+    assert torch.equal(targets, y), "all runs are asked the same"
 
 
 def test_eight_of_ten_are_masked_one_is_another_and_one_is_shown():
-    _, made = batches(400_000, context=1000, train=False)
-    x, y = map(torch.cat, zip(*made, strict=True))
+    _, windows = batches(400_000, context=1000, train=False)
+    x, y = map(torch.cat, zip(*windows, strict=True))
     asked = y != -100
     assert asked.float().mean().item() == pytest.approx(0.15)
     seen, true = x[asked], y[asked]
@@ -69,25 +70,25 @@ def test_eight_of_ten_are_masked_one_is_another_and_one_is_shown():
 
 
 def test_epochs_and_seeds_hide_others():
-    """Of the very same windows; and what takes the place of a token is any of the vocabulary."""
+    """In the same windows; a replaced token may become any of the vocabulary."""
     places = torch.arange(400).view(4, 100)
     every = torch.ones(4, 100, dtype=torch.bool)
-    found, others = set(), set()
+    masks, others = set(), set()
     for seed in range(3):
         for epoch in range(4):
             seen, asked = Masking(0.3, 500, seed).hide(places, places, every, epoch=epoch)
             assert ((asked != -100).sum(1) == 30).all()
-            found.add(tuple((asked != -100).flatten().tolist()))
+            masks.add(tuple((asked != -100).flatten().tolist()))
             others |= set(seen[(seen != 500) & (seen != places)].tolist())
-    assert len(found) == 12
+    assert len(masks) == 12
     assert others and max(others) > 300 and max(others) < 500
 
 
 def test_steps_are_functions_of_the_seed():
     options = {"context": 50, "train": True}
     for seed in (0, 1):
-        made, fresh = (batches(120, seed=seed, **options)[1] for _ in range(2))
-        steps = [made[step] for step in range(9)]
+        windows, fresh = (batches(120, seed=seed, **options)[1] for _ in range(2))
+        steps = [windows[step] for step in range(9)]
         for step in (7, 0, 3):
             assert all(map(torch.equal, fresh[step], steps[step]))
 

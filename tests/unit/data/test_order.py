@@ -13,7 +13,7 @@ SEEDS = st.integers(-(2**70), 2**70)
 
 
 def mixed(x: int) -> int:
-    """SplitMix64's finaliser in plain numbers."""
+    """Apply SplitMix64's finaliser, in Python integers."""
     x %= 2**64
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
@@ -29,8 +29,8 @@ def drawn(position: int, seed: int, epoch: int, purpose: str) -> int:
 
 @given(SEEDS, st.integers(0, 2**40), st.lists(st.integers(0, 2**62), max_size=20))
 def test_numbers_equal_the_plain_formula(seed, epoch, positions):
-    found = draw(torch.tensor(positions, dtype=torch.int64), seed=seed, epoch=epoch, purpose="a")
-    assert found.tolist() == [drawn(each, seed, epoch, "a") for each in positions]
+    numbers = draw(torch.tensor(positions, dtype=torch.int64), seed=seed, epoch=epoch, purpose="a")
+    assert numbers.tolist() == [drawn(position, seed, epoch, "a") for position in positions]
 
 
 @given(SEEDS, st.integers(0, 1000), st.integers(0, 300))
@@ -58,8 +58,8 @@ def test_purposes_differ():
 
 @pytest.mark.parametrize("num", [2, 9, 10])
 def test_every_number_comes_equally_often(num):
-    found = draw(torch.arange(90_000), seed=0, epoch=3, purpose="a") % num
-    shares = found.bincount(minlength=num) / 90_000 * num
+    numbers = draw(torch.arange(90_000), seed=0, epoch=3, purpose="a") % num
+    shares = numbers.bincount(minlength=num) / 90_000 * num
     assert (shares - 1).abs().max() < 0.06
 
 

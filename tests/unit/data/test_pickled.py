@@ -3,6 +3,7 @@
 import os
 import pickle
 import struct
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from redivider.data import DataError
 from redivider.data.pickled import DTYPES, NAMES, read_pickle
 
+SHAPES: list[tuple[int, ...]] = [(3, 5), (4,), (2, 3, 4), (0, 7), ()]
+ORDERS: list[Literal["C", "F"]] = ["C", "F"]
+
 
 def read(content: bytes):
     return read_pickle(content, where="the file", advice="get another")
@@ -21,17 +25,17 @@ def read(content: bytes):
 @pytest.mark.parametrize("protocol", range(5))
 @pytest.mark.parametrize("code", DTYPES)
 def test_arrays_of_every_protocol(protocol, code):
-    for shape in ((3, 5), (4,), (2, 3, 4), (0, 7), ()):
-        for order in "CF":
+    for shape in SHAPES:
+        for order in ORDERS:
             array = np.arange(np.prod(shape, dtype=int)).astype(code).reshape(shape, order=order)
             content = {"data": np.array(array, order=order), "labels": [1, 2], "name": "x"}
             if not array.size and protocol < 3:
-                continue  # no bytes are written as a call there, and no file needs it
-            found = read(pickle.dumps(content, protocol))
-            assert found["data"].dtype == DTYPES[code]
-            assert found["data"].shape == shape
-            assert found["data"].tolist() == array.tolist()
-            assert found["labels"] == [1, 2]
+                continue  # these protocols write empty bytes as a call, which no file needs
+            result = read(pickle.dumps(content, protocol))
+            assert result["data"].dtype == DTYPES[code]
+            assert result["data"].shape == shape
+            assert result["data"].tolist() == array.tolist()
+            assert result["labels"] == [1, 2]
 
 
 @pytest.mark.parametrize("protocol", range(5))
@@ -41,12 +45,12 @@ def test_numpy_numbers_and_keys_that_are_bytes(protocol):
 
 
 def short_string(text: bytes) -> bytes:
-    """How Python 2 writes a string."""
+    """Return a string as Python 2 pickles it."""
     return b"U" + bytes([len(text)]) + text
 
 
 def python2(module: bytes, pixels: bytes, rows: int, columns: int) -> bytes:
-    """A dictionary with an array as Python 2 wrote it, of which CIFAR's files are."""
+    """Return a dictionary with an array as Python 2 pickles it, like CIFAR's files."""
     return b"".join(
         [
             b"\x80\x02}q\x01(",
@@ -66,15 +70,15 @@ def python2(module: bytes, pixels: bytes, rows: int, columns: int) -> bytes:
 
 def test_python_2():
     pixels = bytes(range(250, 256)) + bytes(range(4))
-    found = read(python2(b"numpy.core.multiarray", pixels, 2, 5))
-    assert found["data"].tolist() == [[250, 251, 252, 253, 254], [255, 0, 1, 2, 3]]
-    assert found["labels"] == [7, 9]
+    result = read(python2(b"numpy.core.multiarray", pixels, 2, 5))
+    assert result["data"].tolist() == [[250, 251, 252, 253, 254], [255, 0, 1, 2, 3]]
+    assert result["labels"] == [7, 9]
     true = pickle.loads(python2(b"numpy._core.multiarray", pixels, 2, 5), encoding="latin1")
-    assert found["data"].tolist() == true["data"].tolist()
+    assert result["data"].tolist() == true["data"].tolist()
 
 
 class Calls:
-    """Pickles as a call of anything."""
+    """Object that pickles as a call of any function."""
 
     def __init__(self, function, *args) -> None:
         self.call = function, args
@@ -84,9 +88,9 @@ class Calls:
 
 
 def by_name(module: str, name: str, *args: str) -> bytes:
-    """A dictionary with a call of a name that need not exist here."""
+    """Return a pickled dictionary with a call of a name that need not exist."""
     coded = [arg.encode() for arg in args]
-    strings = b"".join(b"X" + struct.pack("<i", len(each)) + each for each in coded)
+    strings = b"".join(b"X" + struct.pack("<i", len(arg)) + arg for arg in coded)
     return f"\x80\x02}}X\x04\x00\x00\x00datac{module}\n{name}\n(".encode("latin1") + (
         strings + b"tRs."
     )
@@ -224,11 +228,11 @@ def test_whatever_is_changed_gives_a_dictionary_or_one_error(data):
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = read(bytes(whole))
+        result = read(bytes(whole))
     except DataError as error:
         assert "\n" not in str(error)
     else:
-        assert isinstance(found, dict)
+        assert isinstance(result, dict)
 
 
 def test_tensors_are_writable_and_their_own():

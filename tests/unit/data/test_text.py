@@ -2,6 +2,7 @@
 
 import logging
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ def make_text(num: int) -> Text:
     return Text("made", torch.arange(num), Bytes())
 
 
+def load_text(folder, *, train: bool = True, **options) -> Any:
+    return load("text", train=train, folder=folder, **options)
+
+
 def equal(one, other) -> bool:
     return all(map(torch.equal, one, other))
 
@@ -26,9 +31,9 @@ def equal(one, other) -> bool:
 @given(st.integers(2, 200), st.integers(1, 20), st.integers(1, 7))
 def test_in_evaluation_every_token_is_a_target_once_and_in_order(num, context, batch_size):
     batches = make_text(num).batches(batch_size, context=context, train=False)
-    found = list(batches)
-    assert len(found) == len(batches)
-    x, y = map(torch.cat, zip(*found, strict=True))
+    steps = list(batches)
+    assert len(steps) == len(batches)
+    x, y = map(torch.cat, zip(*steps, strict=True))
     assert x.shape == y.shape and x.shape[1] == context and x.dtype == y.dtype == torch.int64
     real = y != -100
     assert y[real].tolist() == list(range(1, num))
@@ -67,7 +72,7 @@ def test_any_step_may_be_the_first():
 def test_train_and_valid(tmp_path):
     (tmp_path / "train.txt").write_bytes(POEM.encode())
     (tmp_path / "valid.txt").write_bytes(b"\xff\x00 any bytes")
-    train, valid = (load("text", train=each, folder=tmp_path) for each in (True, False))
+    train, valid = (load_text(tmp_path, train=is_train) for is_train in (True, False))
     assert bytes(train.tokens.tolist()) == POEM.encode()
     assert bytes(valid.tokens.tolist()) == b"\xff\x00 any bytes"
     assert train.vocabulary.size == 256 and train.vocabulary.decode(train.tokens.tolist()) == POEM
@@ -79,8 +84,7 @@ def test_one_input_is_cut_90_to_10_between_characters(below, tmp_path):
     for text in ("a" * 100, "ü" * 50 + "b", "…" * 33, "x" + "😀" * 9):
         (tmp_path / below / "input.txt").write_bytes(text.encode())
         train, valid = (
-            bytes(load("text", train=each, folder=tmp_path).tokens.tolist())
-            for each in (True, False)
+            bytes(load_text(tmp_path, train=is_train).tokens.tolist()) for is_train in (True, False)
         )
         assert (train + valid).decode() == text
         assert train.decode() and valid.decode()  # whole characters
@@ -91,12 +95,12 @@ def test_byte_pairs_give_the_text_back(tmp_path):
     (tmp_path / "train.txt").write_bytes(POEM.encode())
     (tmp_path / "valid.txt").write_bytes("other wörds: 日本語 \r\n\r  end".encode())
     for train in (True, False):
-        text = load("text", train=train, folder=tmp_path, tokens=290)
+        text = load_text(tmp_path, train=train, tokens=290)
         content = (tmp_path / ("train.txt" if train else "valid.txt")).read_bytes()
         assert text.vocabulary.decode(text.tokens.tolist()).encode() == content
         assert text.vocabulary.size == 290 and int(text.tokens.max()) < 290
         assert len(text) < len(content)
-    text = load("text", train=True, folder=tmp_path, tokens=290)
+    text = load_text(tmp_path, tokens=290)
     x, y = text.batches(2, train=True, context=8)[0]
     assert x.dtype == y.dtype == torch.int64
 
@@ -106,39 +110,39 @@ def test_a_vocabulary_is_learnt_once_for_each_text_and_size(tmp_path, monkeypatc
         return {path.name for path in tmp_path.iterdir() if path.name != "input.txt"}
 
     (tmp_path / "input.txt").write_bytes(POEM.encode())
-    first = load("text", train=True, folder=tmp_path, tokens=280)
+    first = load_text(tmp_path, tokens=280)
     (kept,) = names()
     assert kept.startswith("bpe-280-") and kept.endswith(".json")
     written = (tmp_path / kept).read_bytes()
     with monkeypatch.context() as m:
         m.setattr(module, "atomic_write", None)  # would be called to write
-        again = load("text", train=True, folder=tmp_path, tokens=280)
+        again = load_text(tmp_path, tokens=280)
     assert torch.equal(first.tokens, again.tokens)
     (tmp_path / kept).unlink()
-    load("text", train=False, folder=tmp_path, tokens=280)
+    load_text(tmp_path, train=False, tokens=280)
     assert (tmp_path / kept).read_bytes() == written  # the same, learnt anew
-    load("text", train=True, folder=tmp_path, tokens=290)
+    load_text(tmp_path, tokens=290)
     assert len(names()) == 2
     (tmp_path / "input.txt").write_bytes(POEM.replace("Rose", "Tulpe").encode())
-    load("text", train=True, folder=tmp_path, tokens=280)
+    load_text(tmp_path, tokens=280)
     assert len(names()) == 3
 
 
 def test_a_damaged_vocabulary(tmp_path):
     (tmp_path / "input.txt").write_bytes(POEM.encode())
-    load("text", train=True, folder=tmp_path, tokens=280)
+    load_text(tmp_path, tokens=280)
     (kept,) = tmp_path.glob("bpe-*")
     whole = kept.read_bytes()
     for content in (b"", whole[: len(whole) // 2], b"\xff", b"{}"):
         kept.write_bytes(content)
         refused(tmp_path, r"bpe-280-.*\.json is damaged .*delete it", tokens=280)
     kept.unlink()
-    load("text", train=True, folder=tmp_path, tokens=280)
+    load_text(tmp_path, tokens=280)
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, caplog):
     (tmp_path / "input.txt").write_bytes(POEM.encode())
-    true = load("text", train=True, folder=tmp_path, tokens=280)
+    true = load_text(tmp_path, tokens=280)
     (kept,) = tmp_path.glob("bpe-*")
     kept.unlink()
 
@@ -147,7 +151,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr("pathlib.Path.write_text", read_only)
     with caplog.at_level(logging.WARNING):
-        text = load("text", train=True, folder=tmp_path, tokens=280)
+        text = load_text(tmp_path, tokens=280)
     assert torch.equal(text.tokens, true.tokens)
     assert "the vocabulary was not kept at" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["input.txt"]
@@ -155,7 +159,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, caplog):
 
 def test_small_texts_have_small_vocabularies(tmp_path):
     (tmp_path / "input.txt").write_bytes(b"abc abc abc abc abc abc")
-    text = load("text", train=True, folder=tmp_path, tokens=10_000)
+    text = load_text(tmp_path, tokens=10_000)
     assert 256 < text.vocabulary.size < 270
 
 
@@ -169,7 +173,7 @@ def test_bad_input(tmp_path):
     refused(tmp_path, r'not UTF-8 text \(byte 5\).*tokens="bytes"', tokens=300)
     for tokens in ("words", 256, 0, True, 3.5, None):
         refused(tmp_path, 'tokens must be "bytes" or a vocabulary size above 256', tokens=tokens)
-    text = load("text", train=True, folder=tmp_path)
+    text = load_text(tmp_path)
     for context in (6, 0, -1):
         with pytest.raises(DataError, match=f"too few for a context of {context}"):
             text.batches(1, context=context, train=True)

@@ -1,4 +1,4 @@
-"""What a step changes is put back, and what a graph cannot follow is refused; on the CPU."""
+"""Rollback of a step, and refusal of what a graph cannot follow; on the CPU."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def run(state, chain, optimizer, steps=2):
 def test_weights_state_gradients_and_random_numbers_are_restored(state, make, stepped):
     chains = [vector_chain(depth=3) for _ in range(2)]
     chains[1].load_state_dict(chains[0].state_dict())
-    optimizers = [make(each.parameters(), lr=1e-2) for each in chains]
+    optimizers = [make(chain.parameters(), lr=1e-2) for chain in chains]
     for chain, optimizer in zip(chains, optimizers, strict=True):
         if stepped:
             torch.manual_seed(3)
@@ -48,7 +48,7 @@ def test_weights_state_gradients_and_random_numbers_are_restored(state, make, st
         for a, b in zip(chains[0].parameters(), chains[1].parameters(), strict=True)
     )
     state.restore()
-    assert all(each.grad is None for each in chains[0].parameters())
+    assert all(param.grad is None for param in chains[0].parameters())
     assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(4))
     for _ in range(3):
         x = torch.randn(5, 6)
@@ -60,7 +60,7 @@ def test_weights_state_gradients_and_random_numbers_are_restored(state, make, st
 
 def test_each_is_met_once_and_before_it_changes(state):
     chain = vector_chain(depth=2)
-    before = [each.clone() for each in chain.parameters()]
+    before = [param.clone() for param in chain.parameters()]
     run(state, chain, torch.optim.SGD(chain.parameters(), lr=0.1), steps=3)
     assert len(state.chains) == len(state.optimizers) == 1
     assert len(state.parameters) == len(before)

@@ -1,4 +1,6 @@
-"""The reversible networks, written down once more as the papers say, without units or chains."""
+"""Reversible networks equal plain functions that follow the papers, without units or chains."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +68,7 @@ def attention(state, key, x, heads, eps, causal):
     x = layer_norm(state, f"{key}.norm", x, eps)
     batch, tokens, width = x.shape
     q, k, v = linear(state, f"{key}.body.qkv", x).chunk(3, -1)
-    q, k, v = (each.view(batch, tokens, heads, -1).transpose(1, 2) for each in (q, k, v))
+    q, k, v = (x.view(batch, tokens, heads, -1).transpose(1, 2) for x in (q, k, v))
     scores = q @ k.transpose(-1, -2) / (width // heads) ** 0.5
     if causal:
         scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
@@ -91,8 +93,8 @@ def test_rev_vit():
     streams = layers(state, tokens, 3, 2, 1e-6, False, "none")
     pooled = layer_norm(state, "head.norm", torch.cat(streams[::-1], -1).mean(1), 1e-6)
     other = layer_norm(state, "head.norm", torch.cat(streams, -1).mean(1), 1e-6)
-    found = [torch.allclose(model(x), linear(state, "head.classes", y)) for y in (pooled, other)]
-    assert found == [True, False], "the stream that was changed last comes first"
+    matches = [torch.allclose(model(x), linear(state, "head.classes", y)) for y in (pooled, other)]
+    assert matches == [True, False], "the stream that was changed last comes first"
 
 
 def test_rev_gpt():
@@ -116,7 +118,8 @@ def test_drop_path_drops_whole_samples_and_makes_up_for_them():
 
 def test_drop_path_rises_over_the_layers():
     model = rd.create_model("rev_vit_tiny", depth=5, drop_path=0.4, image_size=32)
-    kept = [unit.f.drop_path.keep.item() for unit in model if isinstance(unit, rd.Coupling)]
+    couplings: list[Any] = [unit for unit in model if isinstance(unit, rd.Coupling)]
+    kept = [coupling.f.drop_path.keep.item() for coupling in couplings]
     assert kept == pytest.approx([1, 1, 0.9, 0.9, 0.8, 0.8, 0.7, 0.7, 0.6, 0.6])
 
 

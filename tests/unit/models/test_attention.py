@@ -29,15 +29,15 @@ KERNELS = {
 def seen(monkeypatch):
     """By number of keys, the kernels that are allowed while attention runs."""
     monkeypatch.setattr(attention, "_has_cudnn", lambda k: True)
-    found = {}
+    kernels: dict[int, set[str]] = {}
     original = F.scaled_dot_product_attention
 
     def watched(q, k, v, **keywords):
-        found[k.shape[-2]] = {name for name, is_allowed in KERNELS.items() if is_allowed()}
+        kernels[k.shape[-2]] = {name for name, is_allowed in KERNELS.items() if is_allowed()}
         return original(q, k, v, **keywords)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    return found
+    return kernels
 
 
 def draw(num_keys, num_queries=None):
@@ -81,12 +81,12 @@ def test_kernels_that_the_user_forbids_stay_so(seen):
 
 
 def test_threads_leave_kernels_as_they_were(seen):
-    each = draw(64)
+    qkv = draw(64)
     wrong = []
 
     def run():
         for _ in range(100):
-            attend(*each)
+            attend(*qkv)
             wrong.extend({"cudnn"} & seen[64])
 
     threads = [Thread(target=run) for _ in range(3)]
@@ -123,15 +123,15 @@ def test_so_do_all_transformers(seen, name, options):
 @pytest.mark.parametrize("num", [64, 128])
 def test_a_compiled_graph_chooses_in_the_same_way(num, monkeypatch):
     monkeypatch.setattr(attention, "_has_cudnn", lambda k: True)
-    entered = []
+    entered: list[torch.fx.Node] = []
 
-    def keep(graph, given):
+    def keep(graph, example_inputs):
         entered.extend(node for node in graph.graph.nodes if "sdpa" in str(node.target))
-        return aot_eager(graph, given)
+        return aot_eager(graph, example_inputs)
 
-    each = draw(num)
+    qkv = draw(num)
     compiled = torch.compile(attend, fullgraph=True, backend=keep)
-    torch.testing.assert_close(compiled(*each), attend(*each))
+    torch.testing.assert_close(compiled(*qkv), attend(*qkv))
     assert bool(entered) == (num == 64)
     assert cuda.cudnn_sdp_enabled()
 
@@ -144,8 +144,8 @@ def test_exported_for_any_length(monkeypatch):
     lengths = ({1: torch.export.Dim("tokens", min=2, max=256)},)
     tokens = torch.arange(200).view(2, 100)
     exported = torch.export.export(model, (tokens,), dynamic_shapes=lengths).module()
-    for each in (tokens, tokens[:, :64]):
-        torch.testing.assert_close(exported(each), model(each))
+    for part in (tokens, tokens[:, :64]):
+        torch.testing.assert_close(exported(part), model(part))
 
 
 def test_so_is_it_by_the_compiler(monkeypatch):
@@ -158,5 +158,5 @@ def test_so_is_it_by_the_compiler(monkeypatch):
     x = torch.randn(2, 3, 100, 8)
     lengths = ({2: torch.export.Dim("tokens", min=2, max=256)},)
     exported = torch.export.export(Attention(), (x,), dynamic_shapes=lengths, strict=True).module()
-    for each in (x, x[:, :, :64]):
-        torch.testing.assert_close(exported(each), attend(each, each, each))
+    for part in (x, x[:, :, :64]):
+        torch.testing.assert_close(exported(part), attend(part, part, part))

@@ -1,4 +1,4 @@
-"""Models by name, and options that cannot be."""
+"""Models by name, and errors for wrong options and inputs."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_every_model_builds_without_memory(name):
     model = rd.create_model(name, device="meta", backward="checkpoint", arithmetic="fixed")
     assert isinstance(model, rd.Chain) and model.backward == "checkpoint"
     assert model.arithmetic.exact
-    assert all(each.is_meta for each in model.parameters())
+    assert all(param.is_meta for param in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -88,22 +88,27 @@ def test_numbers_of_other_libraries_are_numbers():
 
 def test_a_device_is_where_the_model_goes(monkeypatch):
     seen = []
-    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *a, **k: seen.append((a, k)) or self)
+
+    def to(self, *args, **kwargs):
+        seen.append((args, kwargs))
+        return self
+
+    monkeypatch.setattr(torch.nn.Module, "to", to)
     rd.create_model("revnet18", depths=(1,), width=4, device="cpu:0")
     assert ((torch.device("cpu:0"),), {}) in seen
 
 
 def test_device_and_dtype():
     model = rd.create_model("revnet18", depths=(1, 1), width=4, dtype=torch.bfloat16)
-    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     torch.set_default_dtype(torch.float64)
     try:
         double = rd.create_model("revnet18", depths=(1, 1), width=4)
     finally:
         torch.set_default_dtype(torch.float32)
     single = rd.create_model("revnet18", depths=(1, 1), width=4)
-    for key, each in double.state_dict().items():
-        assert torch.equal(each, single.state_dict()[key].to(each.dtype)), key
+    for key, value in double.state_dict().items():
+        assert torch.equal(value, single.state_dict()[key].to(value.dtype)), key
     assert double[0].conv.weight.dtype == torch.float64
     with torch.device("meta"):
-        assert all(each.is_meta for each in rd.create_model("revnet18").parameters())
+        assert all(param.is_meta for param in rd.create_model("revnet18").parameters())

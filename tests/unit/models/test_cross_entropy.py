@@ -33,10 +33,10 @@ def test_value_and_gradients_are_those_of_the_plain_one(bias, chunk):
     targets[1, :5] = -100
     loss = rd.ChunkedCrossEntropy(head, chunk=chunk)
     wanted = [x, *head.parameters()]
-    got, true = loss(x, targets), plain(head, x, targets)
-    assert torch.allclose(got, true, rtol=1e-12)
+    value, true = loss(x, targets), plain(head, x, targets)
+    assert torch.allclose(value, true, rtol=1e-12)
     for ours, theirs in zip(
-        torch.autograd.grad(3 * got, wanted), torch.autograd.grad(3 * true, wanted), strict=True
+        torch.autograd.grad(3 * value, wanted), torch.autograd.grad(3 * true, wanted), strict=True
     ):
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
 
@@ -47,9 +47,9 @@ def test_ignored_targets_and_frozen_parts():
     loss = rd.ChunkedCrossEntropy(head, chunk=4, ignore_index=4)
     assert torch.allclose(loss(x, targets), plain(head, x, targets, ignore_index=4), rtol=1e-12)
     head.requires_grad_(False)
-    (got,) = torch.autograd.grad(loss(x, targets), x)
+    (grad,) = torch.autograd.grad(loss(x, targets), x)
     (true,) = torch.autograd.grad(plain(head, x, targets, ignore_index=4), x)
-    assert torch.allclose(got, true, rtol=1e-12)
+    assert torch.allclose(grad, true, rtol=1e-12)
     head.requires_grad_(True)
     loss(x.detach(), targets).backward()
     true = torch.autograd.grad(plain(head, x, targets, ignore_index=4), head.weight)[0]
@@ -72,24 +72,24 @@ def test_low_precision_is_as_exact_as_the_plain_one():
         for loss in (lambda *a: plain(*a), lambda h, *a: rd.ChunkedCrossEntropy(h, chunk=50)(*a)):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not low):
                 value = loss(head_low, x_low, targets)
-            got = torch.autograd.grad(value, [x_low, *head_low.parameters()])
-            assert [each.dtype for each in got] == [head_low.weight.dtype] * 3
+            grads = torch.autograd.grad(value, [x_low, *head_low.parameters()])
+            assert [grad.dtype for grad in grads] == [head_low.weight.dtype] * 3
             errors.append(
-                [float((g - t).norm() / t.norm()) for g, t in zip(got, true, strict=True)]
+                [float((g - t).norm() / t.norm()) for g, t in zip(grads, true, strict=True)]
             )
         for ours, theirs in zip(errors[1], errors[0], strict=True):
             assert ours < 1.5 * theirs + 1e-3
 
 
 def test_a_scaled_loss_in_half_precision_loses_nothing():
-    """As by a GradScaler: the factor comes in the backward, and small numbers must be there."""
+    """As with a GradScaler: its factor enters in the backward, so small numbers must survive."""
     head, x, targets = setting(tokens=(64, 512), width=16, words=50)
     true = torch.autograd.grad(plain(head, x, targets), [x, *head.parameters()])
     head, x = head.float(), x.detach().float().requires_grad_()
     with torch.autocast("cpu", dtype=torch.float16):
         loss = rd.ChunkedCrossEntropy(head)(x, targets) * 2.0**16
-    got = torch.autograd.grad(loss, [x, *head.parameters()])
-    for one, other in zip(got, true, strict=True):
+    grads = torch.autograd.grad(loss, [x, *head.parameters()])
+    for one, other in zip(grads, true, strict=True):
         assert (one / 2.0**16 - other).norm() < 5e-3 * other.norm()
 
 
@@ -122,7 +122,7 @@ def test_without_grad_nothing_is_computed_for_it():
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that a tensor with one of some last dimensions has."""
+    """Mode that finds the most rows of `words` numbers that one tensor holds."""
 
     def __init__(self, words):
         super().__init__()
@@ -130,9 +130,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            if isinstance(each, torch.Tensor) and each.dim() and each.shape[-1] == self.words:
-                self.rows = max(self.rows, each.numel() // self.words)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[-1] == self.words:
+                self.rows = max(self.rows, leaf.numel() // self.words)
         return out
 
 
@@ -159,7 +159,7 @@ def test_wrong_shapes_and_heads_are_refused():
     ):
         loss(x, targets.flatten())
     with pytest.raises(TypeError, match=r"must be a torch.nn.Linear .* got Sequential"):
-        rd.ChunkedCrossEntropy(nn.Sequential(head))
+        rd.ChunkedCrossEntropy(nn.Sequential(head))  # type: ignore[arg-type]
     head.register_forward_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match="the head has hooks"):
         loss(x, targets)
@@ -202,5 +202,5 @@ def test_as_the_loss_of_a_pipeline_it_trains_the_model_s_own_head(name):
         losses.append([tick.loss.item() for tick in ticks if tick.loss is not None])
     assert len(losses[0]) == 12
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-    for key, each in models[0].state_dict().items():
-        assert torch.allclose(each, models[1].state_dict()[key], rtol=1e-10, atol=1e-12), key
+    for key, value in models[0].state_dict().items():
+        assert torch.allclose(value, models[1].state_dict()[key], rtol=1e-10, atol=1e-12), key

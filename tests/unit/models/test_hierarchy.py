@@ -1,6 +1,7 @@
-"""Swin and MViT, written down once more without windows, units or chains: the same outputs."""
+"""Swin and MViT equal plain functions without windows, units or chains."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,14 @@ from redivider.models.swin import WindowAttention
 
 
 def attend(q, k, v, heads, bias=0.0):
-    """Of (batch, tokens, width), head by head; `bias` is (heads, tokens, tokens)."""
+    """Attend in (batch, tokens, width), head by head; `bias` is (heads, tokens, tokens)."""
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 def window_bias(table, side, window, shift):
-    """(heads, tokens, tokens) for all pairs of a map: minus infinity where they are kept apart."""
+    """Return (heads, tokens, tokens) for all pairs of a map; -inf where they do not attend."""
     num = side * side
     bias = torch.full((table.shape[1], num, num), -torch.inf, dtype=table.dtype)
     for p in range(num):
@@ -92,12 +93,12 @@ def test_rev_swin(window, shift):
 
 @pytest.mark.parametrize("shift", [0, 2])
 def test_gradients_of_attention_in_windows(shift):
-    """Of the table of offsets too, which fused kernels may leave without one."""
+    """Also that of the offset table, which fused kernels may not compute."""
     attention = WindowAttention(8, 2, side=8, window=4, shift=shift).double()
     state = dict(attention.named_parameters())
     x = torch.randn(3, 8, 8, 8).double().requires_grad_()
     wanted = [x, *state.values()]
-    named = {f"it.{key}": each for key, each in state.items()}
+    named = {f"it.{key}": param for key, param in state.items()}
     outputs = attention(x), window_attention(named, "it", x, 2, 4, shift)
     weights = torch.randn_like(outputs[0])
     ours, plain = (torch.autograd.grad((y * weights).sum(), wanted) for y in outputs)
@@ -111,20 +112,20 @@ DROPS = {"dropout": 0.0, "attention_dropout": 0.0, "drop_path": 0.0}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["swin_tiny", "rev_swin_tiny", "mvit_base", "rev_mvit_base"])
 def test_dropout_is_everywhere_it_should_be_and_only_in_training(name):
-    options = {**(SWIN if "swin" in name else MVIT), "depths": (2, 2)}
+    options: dict[str, Any] = {**(SWIN if "swin" in name else MVIT), "depths": (2, 2)}
     x = torch.randn(2, 1, 8, 8)
 
-    def changes(part, given):
+    def changes(part, inputs):
         part.train()
-        is_random = not torch.equal(part(given), part(given))
+        is_random = not torch.equal(part(inputs), part(inputs))
         part.eval()
-        assert torch.equal(part(given), part(given))
+        assert torch.equal(part(inputs), part(inputs))
         return is_random
 
     model = rd.create_model(name, **{**options, **DROPS})
     assert not changes(model, x)
     model = rd.create_model(name, **{**options, **DROPS, "attention_dropout": 0.5})
-    bodies = [part for part in model.modules() if isinstance(part, PooledAttention)]
+    bodies: list[Any] = [part for part in model.modules() if isinstance(part, PooledAttention)]
     bodies += [part for part in model.modules() if isinstance(part, WindowAttention)]
     assert [part.dropout for part in bodies] == [0.5] * 4 and changes(model, x)
     tokens = torch.randn(2, 8, 8, 8) if "swin" in name else torch.randn(2, 65, 8)
@@ -136,7 +137,7 @@ def test_dropout_is_everywhere_it_should_be_and_only_in_training(name):
     assert all(part.p == 0.5 for part in parts)
     for part in parts:
         model.eval()
-        seen = []
+        seen: list[int] = []
         hook = part.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         model(x)
         hook.remove()
@@ -144,7 +145,7 @@ def test_dropout_is_everywhere_it_should_be_and_only_in_training(name):
 
 
 def test_a_shrinking_layer_drops_its_attention_for_whole_samples():
-    options = {**MVIT, **DROPS, "depths": (1, 1), "drop_path": 0.5}
+    options: dict[str, Any] = {**MVIT, **DROPS, "depths": (1, 1), "drop_path": 0.5}
     shrink = rd.create_model("mvit_base", **options)[3]
     x = torch.randn(64, 65, 8)
     for part in shrink.body.parameters():
@@ -159,7 +160,7 @@ def test_a_shrinking_layer_drops_its_attention_for_whole_samples():
 
 @pytest.mark.parametrize("name", ["swin_tiny", "mvit_base"])
 def test_autocast_does_not_narrow_the_stream(name):
-    small = {**(SWIN if "swin" in name else MVIT), "depths": (1, 1)}
+    small: dict[str, Any] = {**(SWIN if "swin" in name else MVIT), "depths": (1, 1)}
     unit = rd.create_model(name, **small)[3]
     x = torch.randn(2, 8, 8, 8) if "swin" in name else torch.randn(2, 65, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -169,14 +170,14 @@ def test_autocast_does_not_narrow_the_stream(name):
 @pytest.mark.parametrize("name", ["swin_tiny", "rev_mvit_base"])
 def test_numbers_of_other_libraries_are_numbers(name):
     numpy = pytest.importorskip("numpy")
-    given = {"width": numpy.uint8(8), "depths": [numpy.int64(1), 1], "patch_size": numpy.int8(1)}
-    options = {**(SWIN if "swin" in name else MVIT), **given, "image_size": numpy.int64(8)}
+    numbers = {"width": numpy.uint8(8), "depths": [numpy.int64(1), 1], "patch_size": numpy.int8(1)}
+    options = {**(SWIN if "swin" in name else MVIT), **numbers, "image_size": numpy.int64(8)}
     model = rd.create_model(name, **options)
     assert model(torch.randn(2, 1, 8, 8)).shape == (2, 10)
 
 
 def pool(state, key, x, heads, side, stride, extra):
-    """Each head of (batch, tokens, width) as a map, by the same filter, and its norm."""
+    """Pool each head of (batch, tokens, width) as a map, with one filter, and normalise it."""
     batch, _, width = x.shape
     pooled = []
     for head in x.split(width // heads, -1):
@@ -207,7 +208,7 @@ def shrink(state, key, x, heads, side, stride, extra):
 
 
 def mvit(state, x, depths, stride, heads, extra):
-    """Both streams, or twice the one there is."""
+    """Return both streams, or the only one twice."""
     size = state["stem.patches.conv.weight"].shape[-1] // 2 + 1
     weight, bias = state["stem.patches.conv.weight"], state["stem.patches.conv.bias"]
     y = F.conv2d(x, weight, bias, stride=size, padding=size - 1)
@@ -256,18 +257,18 @@ def test_mvit(name, depths, size, patch):
 
 def test_rev_mvit_reverses_where_several_layers_follow_each_other():
     """The published code does not: its F has another input forwards than backwards."""
-    options = {**MVIT, "drop_path": 0.3, "depths": (3, 5)}
+    options: dict[str, Any] = {**MVIT, "drop_path": 0.3, "depths": (3, 5)}
     models = [
         rd.create_model("rev_mvit_base", dtype=torch.float64, backward=backward, **options)
         for backward in ("store", "reverse")
     ]
     x = torch.randn(4, 1, 8, 8).double()
-    found = []
+    grads = []
     for model in models:
         torch.manual_seed(1)
         weigh(model(x)).backward()
-        found.append(gradients(model))
-    assert worst_error(found[1], found[0]) <= 1e-10
+        grads.append(gradients(model))
+    assert worst_error(grads[1], grads[0]) <= 1e-10
     longest = max(len(units) for in_row, units in models[1].segments() if in_row)
     assert longest == 8
     report = rd.check_reversible(models[1], x, tolerance=1e-12)
@@ -312,7 +313,7 @@ def test_what_cannot_be_says_why(name, options, message):
 
 @pytest.mark.parametrize("name", ["swin_tiny", "mvit_base"])
 def test_images_of_other_sizes_are_refused(name):
-    small = {**(SWIN if "swin" in name else MVIT), "depths": (1, 1)}
+    small: dict[str, Any] = {**(SWIN if "swin" in name else MVIT), "depths": (1, 1)}
     model = rd.create_model(name, **small)
     with pytest.raises(ValueError, match="made for batches of images of 1 x 8 x 8, got"):
         model(torch.randn(2, 1, 16, 16))
@@ -321,7 +322,8 @@ def test_images_of_other_sizes_are_refused(name):
 @pytest.mark.parametrize("name", ["rev_swin_tiny", "rev_mvit_base"])
 def test_drop_path_rises_over_all_stages(name):
     model = rd.create_model(name, depths=(1, 4), drop_path=0.4, device="cpu", **_small(name))
-    kept = [part.keep.item() for part in model.modules() if type(part).__name__ == "DropPath"]
+    parts: list[Any] = [p for p in model.modules() if type(p).__name__ == "DropPath"]
+    kept = [part.keep.item() for part in parts]
     assert kept == pytest.approx([1, 1, 0.9, 0.9, 0.8, 0.8, 0.7, 0.7, 0.6, 0.6])
 
 

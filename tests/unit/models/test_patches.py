@@ -17,14 +17,14 @@ def patches():
 def test_patches_are_a_convolution(patches, layout):
     x = torch.randn(5, 3, 12, 12).double().to(memory_format=layout).requires_grad_()
     weights = torch.randn(5, 9, 10).double()
-    found = []
+    results = []
     for tokens in (patches(x), patches.conv(x).flatten(2).transpose(1, 2)):
         wanted = [x, patches.conv.weight, patches.conv.bias]
-        found.append((tokens, *torch.autograd.grad((tokens * weights).sum(), wanted)))
-    for one, other in zip(*found, strict=True):
+        results.append((tokens, *torch.autograd.grad((tokens * weights).sum(), wanted)))
+    for one, other in zip(*results, strict=True):
         assert one.shape == other.shape
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
-    assert found[0][0].is_contiguous()
+    assert results[0][0].is_contiguous()
     assert torch.autograd.gradcheck(patches, (x[:1].detach().requires_grad_(),))
 
 
@@ -41,7 +41,7 @@ def test_patches_under_autocast_have_float_gradients(patches):
 
 def test_patches_work_under_function_transforms(patches):
     x = torch.randn(5, 3, 12, 12).double()
-    weights = {name: each.detach() for name, each in patches.named_parameters()}
+    weights = {name: param.detach() for name, param in patches.named_parameters()}
 
     def loss(weights, image):
         return torch.func.functional_call(patches, weights, (image[None],)).square().sum()

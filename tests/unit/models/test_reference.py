@@ -1,10 +1,11 @@
-"""The members that do not reverse are the networks of the field: same weights, same output.
+"""Models without couplings equal those of other libraries: same weights, same output.
 
 transformers installs anywhere. timm and torchvision ask for a torch build of their own, so where
 they are missing their tests skip; docs/models.md says when they were run.
 """
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def load(model: rd.Chain, theirs: dict[str, Tensor], rules: list[tuple[str, str]]) -> rd.Chain:
-    """Give our model their weights, each key rewritten by the first rule that fits it whole."""
+    """Load their weights into our model; the first rule that matches a key renames it."""
     state = {}
     for key, value in theirs.items():
         rule = next((rule for rule in rules if re.fullmatch(rule[0], key)), None)
@@ -31,13 +32,13 @@ def load(model: rd.Chain, theirs: dict[str, Tensor], rules: list[tuple[str, str]
 
 
 def unsettle(model: torch.nn.Module) -> torch.nn.Module:
-    """Weights and statistics off their first values, so that none can be left out unseen."""
+    """Move weights and statistics off their initial values, so that none can be missed."""
     torch.manual_seed(0)
     with torch.no_grad():
-        for key, each in model.state_dict().items():
-            if each.is_floating_point():
-                each.add_(
-                    0.2 * torch.rand_like(each) if "var" in key else torch.randn_like(each) / 9
+        for key, value in model.state_dict().items():
+            if value.is_floating_point():
+                value.add_(
+                    0.2 * torch.rand_like(value) if "var" in key else torch.randn_like(value) / 9
                 )
     return model.double()
 
@@ -131,7 +132,7 @@ def test_vit_is_that_of_transformers():
     for layer in range(3):
         for what in ("weight", "bias"):
             prefix = f"vit.layers.{layer}.attention."
-            parts = [state.pop(f"{prefix}{each}_proj.{what}") for each in "qkv"]
+            parts = [state.pop(f"{prefix}{kind}_proj.{what}") for kind in "qkv"]
             state[f"{prefix}qkv.{what}"] = torch.cat(parts)
     rules = [
         (r"vit\.embeddings\.cls_token", "stem.token.weight"),
@@ -159,7 +160,7 @@ def test_vit_has_the_weights_of_timm_and_its_output(size):
     with torch.device("meta"):
         full = timm.create_model(f"vit_{size}_patch{patch}_224", num_classes=1000)
     ours = rd.create_model(f"vit_{size}", device="meta")
-    count = [sum(each.numel() for each in model.parameters()) for model in (full, ours)]
+    count = [sum(param.numel() for param in model.parameters()) for model in (full, ours)]
     assert count[0] == count[1]
     if size in ("tiny", "small"):
         options = {"img_size": 64, "num_classes": 7, "depth": 3}
@@ -215,7 +216,7 @@ def test_gpt_is_that_of_transformers(tied):
         (r"transformer\.ln_f\.(.*)", r"norm.\1"),
         (r"lm_head\.weight", "head.weight"),
     ]
-    options = {"width": 24, "depth": 3, "heads": 4, "vocabulary": 50, "context": 16}
+    options: dict[str, Any] = {"width": 24, "depth": 3, "heads": 4, "vocabulary": 50, "context": 16}
     ours = rd.create_model("gpt_nano", tied=tied, dtype=torch.float64, **options)
     load(ours, state, rules)
     assert (ours[-1].weight is ours[0].tokens.weight) == tied
@@ -238,7 +239,8 @@ def test_swin_is_that_of_transformers():
         num_labels=7,
     )
     theirs = unsettle(transformers.SwinForImageClassification(config)).eval()
-    options = {"image_size": 32, "patch_size": 2, "width": 8, "heads": 2, "window": 4}
+    options: dict[str, Any] = {"image_size": 32, "patch_size": 2, "width": 8, "heads": 2}
+    options["window"] = 4
     ours = rd.create_model(
         "swin_tiny", depths=(2, 3, 1), num_classes=7, dtype=torch.float64, **options
     )
@@ -325,7 +327,7 @@ def test_roberta_is_that_of_transformers(tied):
         (r"lm_head\.layer_norm\.(.*)", r"transform.norm.\1"),
         (r"lm_head\.decoder\.(.*)", r"head.\1"),
     ]
-    options = {"width": 24, "depth": 3, "heads": 4, "vocabulary": 50, "context": 16}
+    options: dict[str, Any] = {"width": 24, "depth": 3, "heads": 4, "vocabulary": 50, "context": 16}
     ours = rd.create_model("roberta_base", tied=tied, dtype=torch.float64, **options)
     load(ours, state, rules)
     assert (ours[-1].weight is ours[0].tokens.weight) == tied

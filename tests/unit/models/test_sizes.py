@@ -1,4 +1,4 @@
-"""Parameters to the last one, work, and units, against what is published."""
+"""Counts of parameters, FLOPs and units equal the published ones."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 def num_parameters(name, **options):
     model = rd.create_model(name, device="meta", **options)
-    return sum(each.numel() for each in model.parameters())
+    return sum(param.numel() for param in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -121,17 +121,17 @@ def test_a_revnet_has_the_stages_of_the_paper(name, stages):
 @pytest.mark.parametrize(("name", "options"), EACH)
 def test_counting_on_the_meta_device_is_counting_for_real(name, options):
     options = {key: value for key, value in options.items() if "drop" not in key}
-    found = summarise(name, batch=4, also=("checkpoint", "reverse"), **options)
+    summary = summarise(name, batch=4, also=("checkpoint", "reverse"), **options)
     model = rd.create_model(name, **options)
     x = resolve(name, **options)[1].example(4)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(x)  # the CPU's own kernel is not in torch's table
-    assert found.parameters == num_parameters(name, **options)
-    assert ("reverse" in found.kept) == name.startswith("rev")
+    assert summary.parameters == num_parameters(name, **options)
+    assert ("reverse" in summary.kept) == name.startswith("rev")
     # The CPU has no fused kernel of attention with a bias that learns: tests/gpu does that.
-    for model.backward, kept in () if "swin" in name else found.kept.items():
+    for model.backward, kept in () if "swin" in name else summary.kept.items():
         assert kept == pytest.approx(rd.measure_memory(model, x).held / 4, rel=0.01)
-    assert found.flops == counter.get_total_flops() / 4
+    assert summary.flops == counter.get_total_flops() / 4
 
 
 @pytest.mark.parametrize(("name", "options"), EACH)
@@ -150,4 +150,4 @@ def test_what_is_known_from_before_counts_as_if_it_were_not(name, options):
 def test_numbers_that_are_equal_and_of_other_types_are_not_taken_for_each_other():
     x = torch.ones(3, dtype=torch.int64, device="meta")
     with _Counter():
-        assert [(x * each).dtype for each in (2, 2.0)] == [torch.int64, torch.float32]
+        assert [(x * number).dtype for number in (2, 2.0)] == [torch.int64, torch.float32]

@@ -63,7 +63,7 @@ class CastsOf(TorchDispatchMode):
 
     def __init__(self, tensors):
         super().__init__()
-        self.shapes, self.count = {each.shape for each in tensors}, 0
+        self.shapes, self.count = {tensor.shape for tensor in tensors}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._to_copy.default and args[0].shape in self.shapes:
@@ -77,12 +77,12 @@ class CastsOf(TorchDispatchMode):
 def test_numbers_are_those_of_autocast(method, accumulate, monkeypatch):
     ours, theirs = network(), network()
     pipe = build(ours, method=method, accumulate=accumulate)
-    found = run(pipe, 40)
+    losses = run(pipe, 40)
     uncast(monkeypatch)
     plain = build(theirs, method=method, accumulate=accumulate)
-    assert torch.equal(found, run(plain, 40))
+    assert torch.equal(losses, run(plain, 40))
     assert equal(ours, theirs)
-    states = [each.state_dict()["units"] for each in (pipe, plain)]
+    states = pipe.state_dict()["units"], plain.state_dict()["units"]
     for name, unit in states[0].items():
         for key, grad in unit["gradients"].items():
             assert grad.dtype == torch.float32
@@ -92,13 +92,12 @@ def test_numbers_are_those_of_autocast(method, accumulate, monkeypatch):
 def test_a_tick_casts_no_weight():
     model = network()
     pipe = build(model)
-    weights = [each for each in model.parameters() if each.dim() > 1]
+    weights = [param for param in model.parameters() if param.dim() > 1]
     run(pipe, 20)
     with CastsOf(weights) as casts:
         run(pipe, 5, start=20)
     assert casts.count == 0
-    casts = [unit.weights.casts[torch.bfloat16] for unit in pipe._units.values()]
-    cast = [set(each.copies) for each in casts]
+    cast = [set(unit.weights.casts[torch.bfloat16].copies) for unit in pipe._units.values()]
     norms = {p for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
     assert set.union(*cast) == set(model.parameters()) - norms
 
@@ -107,8 +106,8 @@ def test_a_tick_casts_no_weight():
 def test_weights_changed_by_others_are_cast_again(monkeypatch):
     def change(model):
         with torch.no_grad():
-            for each in model.parameters():
-                each.mul_(0.5)
+            for param in model.parameters():
+                param.mul_(0.5)
 
     models = [network(), network()]
     losses = []
@@ -151,9 +150,9 @@ class Odd(nn.Module):
 def test_only_what_is_always_cast_gets_a_copy():
     module = Odd()
     weights = list(module.parameters())
-    with torch.autocast("cpu", torch.bfloat16), watching(weights, torch.bfloat16) as found:
+    with torch.autocast("cpu", torch.bfloat16), watching(weights, torch.bfloat16) as cast:
         module(torch.randn(2, 4))
-    assert [each is module.product for each in found] == [True]
+    assert [param is module.product for param in cast] == [True]
 
 
 class Tied(nn.Module):
@@ -170,7 +169,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("times", [1, 3])
 def test_weights_that_are_used_more_than_once(times, monkeypatch):
     """By two units of a stage, or several times by one: gradients add up in full precision."""
-    found = []
+    weights = []
     for _ in range(2):
         torch.manual_seed(0)
         linear = nn.Linear(8, 8)
@@ -186,17 +185,17 @@ def test_weights_that_are_used_more_than_once(times, monkeypatch):
             x = torch.randn(4, 3, generator=generator)
             with torch.autocast("cpu", torch.bfloat16):
                 pipe.step(x, torch.randint(3, (4,), generator=generator))
-        found.append(linear.weight.detach())
+        weights.append(linear.weight.detach())
         uncast(monkeypatch)
-    assert torch.equal(*found)
+    assert torch.equal(*weights)
 
 
 def test_weights_that_share_their_memory_get_none():
     whole = torch.randn(8, 4)
     one, other = nn.Parameter(whole[:4]), nn.Parameter(whole[4:])
-    with torch.autocast("cpu", torch.bfloat16), watching([one, other], torch.bfloat16) as found:
+    with torch.autocast("cpu", torch.bfloat16), watching([one, other], torch.bfloat16) as cast:
         F.linear(F.linear(torch.randn(2, 4), one), other)
-    assert found == []
+    assert cast == []
 
 
 def test_copies_keep_their_strides():
@@ -218,18 +217,18 @@ def test_look_ahead_goes_without(monkeypatch):
 
 def test_dropout_is_drawn_as_before(monkeypatch):
     """The run that is watched leaves no trace."""
-    losses = []
+    runs = []
     for _ in range(2):
         torch.manual_seed(0)
         units = [nn.Linear(3, 8), rd.Duplicate(), rd.Coupling(MLP(8, dropout=0.5)), rd.Fuse()]
         pipe = build(rd.Chain([*units, nn.Flatten(), nn.Linear(16, 3)]))
-        found = []
+        losses = []
         for index in range(20):
             generator = torch.Generator().manual_seed(index)
             x = torch.randn(4, 3, generator=generator)
             with torch.autocast("cpu", torch.bfloat16):
                 tick = pipe.step(x, torch.randint(3, (4,), generator=generator))
-            found += [] if tick.loss is None else [tick.loss]
-        losses.append(torch.stack(found))
+            losses += [] if tick.loss is None else [tick.loss]
+        runs.append(torch.stack(losses))
         uncast(monkeypatch)
-    assert torch.equal(*losses)
+    assert torch.equal(*runs)

@@ -1,6 +1,7 @@
 """The compiled update: the optimizer's own step, to the last few bits."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,13 +9,13 @@ import torch.nn.functional as F
 from support.captured import network
 from support.pipelines import batches, rate
 from support.skips import skip_unless
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 import redivider as rd
 from redivider.pipeline.stages.compiled_update import CompiledUpdate
 
-SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 OPTIMIZERS = {
     "sgd": lambda p: SGD(p, lr=0.1),
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
@@ -45,10 +46,10 @@ def parameters():
 
 
 def fill_gradients(*lists):
-    grads = [torch.randn_like(each) for each in lists[0]]
-    for some in lists:
-        for each, grad in zip(some, grads, strict=True):
-            each.grad = grad.clone()
+    grads = [torch.randn_like(param) for param in lists[0]]
+    for params in lists:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
 
 
 def same(one, other, bound):
@@ -67,8 +68,8 @@ def test_steps_are_the_optimizers_own(optimizer):
     bound = 1e-12 if isinstance(mine, SGD) else 1e-6
     for number in range(5):
         fill_gradients(ours, theirs)
-        for each in (mine, plain):
-            each.param_groups[0]["lr"] = 0.1 / (1 + number)
+        for optim in (mine, plain):
+            optim.param_groups[0]["lr"] = 0.1 / (1 + number)
         with torch.no_grad():
             done.append(update.step(mine, copies))
         if not done[-1]:
@@ -87,13 +88,13 @@ def test_steps_are_the_optimizers_own(optimizer):
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "amsgrad"])
 def test_after_a_fault_no_weight_changes_whatever_the_gradients_are(optimizer):
     weights = parameters()
-    mine = OPTIMIZERS[optimizer](weights)
+    mine: Any = OPTIMIZERS[optimizer](weights)
     fill_gradients(weights)
     mine.step()
     before = copy.deepcopy(weights)
     mine.found_inf = torch.ones(())
-    for each in weights:
-        each.grad = torch.full_like(each, torch.nan)
+    for param in weights:
+        param.grad = torch.full_like(param, torch.nan)
     with torch.no_grad():
         assert CompiledUpdate(backend="aot_eager").step(mine, {})
     assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
@@ -101,9 +102,9 @@ def test_after_a_fault_no_weight_changes_whatever_the_gradients_are(optimizer):
 
 def test_settings_may_be_lists():
     weights, others = parameters(), parameters()
-    mine, plain = (AdamW(each, lr=0.1, fused=True) for each in (weights, others))
-    for each in (mine, plain):
-        each.param_groups[0]["betas"] = [0.8, 0.9]
+    mine, plain = (AdamW(params, lr=0.1, fused=True) for params in (weights, others))
+    for optimizer in (mine, plain):
+        optimizer.param_groups[0]["betas"] = [0.8, 0.9]
     for _ in range(2):
         fill_gradients(weights, others)
         with torch.no_grad():
@@ -123,13 +124,13 @@ def test_what_it_cannot_do_is_left_to_the_optimizer():
     class Own(SGD):
         pass
 
-    others = [hooked, Own(weights, lr=0.1), torch.optim.RMSprop(weights, lr=0.1)]
+    others: list[Optimizer] = [hooked, Own(weights, lr=0.1), RMSprop(weights, lr=0.1)]
     on_the_host = Adam(weights, lr=0.1)  # a step counted on the host is no input of a graph
     on_the_host.step()
     for state in on_the_host.state.values():
         state["step"] = state["step"].to("meta")  # as good as another device
     before = copy.deepcopy(weights)
-    assert not any(update.step(each, {}) for each in (*others, on_the_host))
+    assert not any(update.step(optimizer, {}) for optimizer in (*others, on_the_host))
     assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
 
 
@@ -159,13 +160,15 @@ def test_compiled_dropout_drops_the_same_in_both_runs():
     """With the default compiler, which draws its own random numbers; from the first run on."""
     skip_unless(lambda: torch.compile(torch.nn.functional.dropout)(torch.ones(3, 32)))
     first, second = Dropped(), Dropped()  # a junction, and the function of a coupling
-    seen = {first: [], second: []}
+    seen: dict[Dropped, list[Tensor]] = {first: [], second: []}
 
     class Seeing(SGD):
         def step(self, closure=None):
             for module in seen:
                 if any(module.weight is p for p in self.param_groups[0]["params"]):
-                    seen[module].append(module.weight.grad.clone())
+                    grad = module.weight.grad
+                    assert grad is not None
+                    seen[module].append(grad.clone())
 
     # The streams begin as (first mask, 0), so the coupling gives (second mask, first mask).
     units = [first, Beside(), rd.Coupling(Ignoring(second)), nn.Identity()]
@@ -203,7 +206,7 @@ class Ignoring(nn.Module):
 
 @pytest.mark.parametrize("accumulate, amp", [(1, True), (2, False)])
 def test_a_compiled_pipeline_follows_the_plain_one(accumulate, amp):
-    found = []
+    runs = []
     for compiled in (False, True):
         pipe = rd.Pipeline(
             network().float() if amp else network(),
@@ -220,21 +223,22 @@ def test_a_compiled_pipeline_follows_the_plain_one(accumulate, amp):
             with torch.autocast("cpu", torch.bfloat16, enabled=amp):
                 tick = pipe.step(x.float() if amp else x, target)
             losses += [] if tick.loss is None else [tick.loss]
-        found.append(torch.stack(losses))
+        runs.append(torch.stack(losses))
         if compiled:
-            assert pipe.stages[0].compiled_update._runs
-    assert torch.allclose(*found, rtol=2e-2 if amp else 1e-10)
+            update = pipe.stages[0].compiled_update
+            assert update is not None and update._runs
+    assert torch.allclose(runs[0], runs[1], rtol=2e-2 if amp else 1e-10)
 
 
 def test_a_compiled_stem_that_gives_one_tensor_twice():
     torch.manual_seed(0)
     stem = nn.Sequential(nn.Linear(5, 4), rd.Duplicate())
     chain = rd.Chain([stem, rd.Coupling(nn.Linear(4, 4)), rd.Fuse(), nn.Linear(8, 3)]).double()
-    found = []
+    ends = []
     for compiled in (False, True):
-        each = copy.deepcopy(chain)
+        model = copy.deepcopy(chain)
         pipe = rd.Pipeline(
-            each,
+            model,
             stages=2,
             loss=F.cross_entropy,
             optimizer=lambda stage: SGD(stage.parameters(), lr=0.05),
@@ -244,8 +248,8 @@ def test_a_compiled_stem_that_gives_one_tensor_twice():
         for x, target in batches(8):
             pipe.step(x, target)
         pipe.flush()
-        found.append([*each.parameters()])
-    assert same(*found, 1e-10)
+        ends.append([*model.parameters()])
+    assert same(ends[0], ends[1], 1e-10)
 
 
 def test_a_flush_outside_of_autocast_compiles_nothing_again():

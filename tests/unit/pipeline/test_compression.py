@@ -17,7 +17,7 @@ def test_what_arrives(dtype, most):
     largest = x.abs().amax((1, 2), keepdim=True)
     assert there.dtype == x.dtype and ((there - x).abs() <= largest * most * 1.01).all()
     assert packed[0].dtype == dtype and packed[0].nbytes == x.numel() * dtype.itemsize
-    assert sum(each.nbytes for each in packed[1:]) <= 4 * len(x)
+    assert sum(tensor.nbytes for tensor in packed[1:]) <= 4 * len(x)
     assert torch.equal(Packing(dtype).rounded(x), there)
 
 
@@ -42,7 +42,7 @@ def test_what_is_not_packed():
 
 @pytest.mark.slow
 def test_the_probe_measures_what_it_costs():
-    found = {}
+    errors = {}
     for dtype in (None, torch.bfloat16, torch.int8):
         pipe = rd.Pipeline(
             model(dropout=0.0, norm=False), stages=5, **options(message_dtype=dtype, lr_lambda=None)
@@ -54,8 +54,8 @@ def test_the_probe_measures_what_it_costs():
         for n in range(20):
             x, target, mask = batch(n)
             pipe.step(x, target, mask=mask)
-        first = [each for each in probe.found if each.stage == 2]
-        cosine = sum(1 - each.cosine for each in first) / len(first)
-        found[dtype] = cosine, max(each.rebuilt_error for each in first)
-    assert found[None][0] < 1e-6 < found[torch.bfloat16][0] < found[torch.int8][0] < 0.1
-    assert found[None][1] < 1e-6 < found[torch.bfloat16][1] < found[torch.int8][1] < 0.1
+        rows = [row for row in probe.found if row.stage == 2]
+        cosine = sum(1 - row.cosine for row in rows) / len(rows)
+        errors[dtype] = cosine, max(row.rebuilt_error for row in rows)
+    assert errors[None][0] < 1e-6 < errors[torch.bfloat16][0] < errors[torch.int8][0] < 0.1
+    assert errors[None][1] < 1e-6 < errors[torch.bfloat16][1] < errors[torch.int8][1] < 0.1

@@ -1,5 +1,7 @@
 """Bad input and faults: one error that names its place, and no update after it."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -113,7 +115,7 @@ def test_side_inputs_are_checked_before_anything_runs():
 
 
 def test_bad_options_are_refused_at_construction():
-    for options, message in [
+    wrong_values: list[tuple[dict[str, Any], str]] = [
         ({"method": "petri"}, "'petra', 'dsp', .*got 'petri'"),
         ({"accumulate": 0}, "accumulate must be a whole number, at least 1, got 0"),
         ({"accumulate": 1.5}, "accumulate must be a whole number, at least 1, got 1.5"),
@@ -124,16 +126,18 @@ def test_bad_options_are_refused_at_construction():
         ({"clip_norm": float("nan")}, "above 0, got nan"),
         ({"arithmetic": "exact"}, "'float', 'fixed'"),
         ({"clip_norm": 1.0, "clip_over": "everything"}, 'must be "stage" or "all"'),
-    ]:
+    ]
+    for options, message in wrong_values:
         with pytest.raises(ValueError, match=message):
             build(**options)
     numbers = {"accumulate": np.int64(2), "latency": np.int32(1), "clip_norm": np.float32(1)}
     assert build(**numbers)[1].accumulate == 2, "numbers of numpy are numbers"
-    for options, message in [
+    wrong_types: list[tuple[dict[str, Any], str]] = [
         ({"loss": None}, "loss must be a function or module of .* got None"),
         ({"lr_lambda": 0.1}, "lr_lambda must be a function of the update's number, got 0.1"),
         ({"lr_by_delay": "yes"}, "lr_by_delay must be True or False, got 'yes'"),
-    ]:
+    ]
+    for options, message in wrong_types:
         with pytest.raises(TypeError, match=message):
             build(**options)
 
@@ -224,18 +228,21 @@ def test_gradients_left_from_before_do_not_count():
 
 def test_frozen_stages_have_no_optimizer_and_stay_as_they_are():
     torch.manual_seed(0)
-    units = [nn.Linear(5, 4), rd.Split(), rd.Coupling(MLP(2)), rd.Fuse(), nn.Linear(4, 3)]
-    units[0].requires_grad_(False)
-    made = []
-    pipe = rd.Pipeline(
-        units, stages=[1, 2, 2], loss=F.cross_entropy, optimizer=lambda s: made.append(s) or SGD(s)
-    )
-    before = units[0].weight.clone()
+    frozen = nn.Linear(5, 4).requires_grad_(False)
+    units = [frozen, rd.Split(), rd.Coupling(MLP(2)), rd.Fuse(), nn.Linear(4, 3)]
+    modules = []
+
+    def optimizer(module):
+        modules.append(module)
+        return SGD(module)
+
+    pipe = rd.Pipeline(units, stages=[1, 2, 2], loss=F.cross_entropy, optimizer=optimizer)
+    before = frozen.weight.clone()
     for n in range(8):
         x, target = batch(n)
         pipe.step(x[:, 0], target)
-    assert made == [stage.module for stage in pipe.stages[1:]]
-    assert torch.equal(units[0].weight, before)
+    assert modules == [stage.module for stage in pipe.stages[1:]]
+    assert torch.equal(frozen.weight, before)
     assert [stage.num_updates for stage in pipe.stages] == [4, 5, 6]
 
 
@@ -243,12 +250,17 @@ def test_units_may_have_any_name_but_that_of_the_loss():
     """A stage has attributes of its own, which a unit's name must not meet."""
     names = ["module", "norm", "index", "optimizer", "update"]
     units = [nn.Linear(5, 4), rd.Split(), rd.Coupling(MLP(2)), rd.Fuse(), nn.Linear(4, 3)]
-    seen = []
+    seen: list[str] = []
+
+    def optimizer(stage):
+        seen.extend(key for key, _ in stage.named_children())
+        return SGD(stage)
+
     pipe = rd.Pipeline(
         rd.Chain(dict(zip(names, units, strict=True))),
         stages=2,
         loss=F.cross_entropy,
-        optimizer=lambda stage: seen.extend(key for key, _ in stage.named_children()) or SGD(stage),
+        optimizer=optimizer,
         clip_norm=1.0,
     )
     x, target = batch(0)
@@ -258,7 +270,7 @@ def test_units_may_have_any_name_but_that_of_the_loss():
     assert all(stage.num_updates for stage in pipe.stages)
 
     class Scaled(nn.Linear):
-        def forward(self, y, target):
+        def forward(self, y, target):  # type: ignore[override]
             return F.cross_entropy(super().forward(y), target)
 
     with pytest.raises(ValueError, match="a unit of the last stage is called 'loss'"):

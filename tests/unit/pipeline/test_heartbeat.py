@@ -1,10 +1,11 @@
-"""The thread that looks after a process: what it notices, and what it does then."""
+"""The thread that watches a process: what it notices, and what it does then."""
 
 import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -27,12 +28,14 @@ class Mark:
 
 
 def transfer(rank: int | None = None, end: Mark | None = None, start: Mark | None = None):
-    """A transfer that does not end, unless told otherwise."""
+    """Return a transfer; by default it does not end."""
     return PendingTransfer(rank, start or Mark(True), end or Mark())
 
 
-class Communicators:
-    """What the watch asks of a process group."""
+class FakeCommunicators:
+    """Stand-in for the communicators that a watch examines and aborts."""
+
+    exits_in: float | None
 
     def __init__(self, has_failed: bool = False) -> None:
         self.aborted, self._has_failed = threading.Event(), has_failed
@@ -53,10 +56,14 @@ class Communicators:
         self.exits_in = None
 
 
+def make_communicators(has_failed: bool = False) -> Any:
+    return FakeCommunicators(has_failed)
+
+
 def pend(*transfers) -> Pending:
-    pending = Pending(Communicators(), 600)
-    for each in transfers:
-        pending.add(each)
+    pending = Pending(make_communicators(), 600)
+    for pending_transfer in transfers:
+        pending.add(pending_transfer)
     return pending
 
 
@@ -65,7 +72,7 @@ def test_transfers_that_come_to_their_end_are_forgotten():
     transfers = pend(transfer(1, Mark(True)), transfer(None, Mark(True)), transfer(2, last))
     transfers.examine()
     assert transfers.find_stuck(60) is None
-    assert [each.rank for each in transfers._transfers] == [2] and transfers.is_busy()
+    assert [left.rank for left in transfers._transfers] == [2] and transfers.is_busy()
     last.is_passed = True
     transfers.examine()
     assert transfers.find_stuck(0) is None and not transfers._transfers
@@ -78,7 +85,7 @@ def test_a_device_that_waits_for_too_long_waits_for_the_first_transfer():
     transfers.examine()
     assert transfers.find_stuck(9) == (3, TIMED_OUT)
     assert transfers.find_stuck(60) is None
-    assert transfers.find_awaited() == 3  # which others are told
+    assert transfers.find_awaited() == 3  # which it reports to the others
     transfers._transfers.clear()
     assert transfers.find_awaited() is None
 
@@ -86,7 +93,7 @@ def test_a_device_that_waits_for_too_long_waits_for_the_first_transfer():
 @pytest.mark.parametrize("transfers, rank", [([transfer(2)], 2), ([], None)])
 def test_a_communicator_that_fails_is_noticed(transfers, rank):
     transfers = pend(*transfers)
-    transfers._communicators = Communicators(has_failed=True)
+    transfers._communicators = make_communicators(has_failed=True)
     transfers.examine()
     assert transfers.find_stuck(60) == (rank, BROKEN) and transfers.is_busy()
 
@@ -99,7 +106,7 @@ def test_a_device_that_computes_does_not_wait():
 
 
 def test_a_call_that_does_not_return_is_noticed():
-    state = _State(Communicators(), 600)
+    state = _State(make_communicators(), 600)
     state.waits_for, state.waits_since = -1, time.monotonic() - 10 - SLACK
     assert state.find_stuck(9) == (None, TIMED_OUT)
     assert state.find_stuck(60) is None
@@ -110,9 +117,9 @@ def test_a_failure_aborts_and_is_everybodys_reason(how, monkeypatch):
     for module in (heartbeat, pending):
         monkeypatch.setattr(module, "BEAT", 0.02)
     store = dist.PrefixStore("run", dist.HashStore())
-    communicators = Communicators(has_failed=how == "breaks")
+    communicators = make_communicators(has_failed=how == "breaks")
     ours = Watch(store, 1, [0, 1, 2], 0.1 if how == "hangs" else 600, communicators)
-    theirs = Watch(store, 2, [0, 1, 2], 60, Communicators())  # rank 0 gives no sign of life
+    theirs = Watch(store, 2, [0, 1, 2], 60, make_communicators())  # rank 0 gives no sign of life
     ours.stages[0] = "stage 0"
     ours.follow(transfer())
     assert communicators.aborted.wait(seconds(30))
@@ -124,7 +131,8 @@ def test_a_failure_aborts_and_is_everybodys_reason(how, monkeypatch):
     deadline = time.monotonic() + seconds(30)
     while theirs.heard is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert str(theirs.heard) == str(caught.value) and not theirs.heard.is_first
+    heard = theirs.heard
+    assert heard is not None and str(heard) == str(caught.value) and not heard.is_first
     for watch in (ours, theirs):
         watch.close()
 
@@ -136,15 +144,15 @@ def test_a_transfer_that_ends_while_others_are_asked_is_no_failure(monkeypatch):
     look_around = heartbeat._Board._look_around
 
     def look(board):
-        found = look_around(board)
+        others = look_around(board)
         looked.append(True)
         end.is_passed = True
         ours._state.pending.examine()
-        return found
+        return others
 
     monkeypatch.setattr(heartbeat._Board, "_look_around", look)
     store = dist.PrefixStore("run", dist.HashStore())
-    ours = Watch(store, 0, [0], 0.1, Communicators())
+    ours = Watch(store, 0, [0], 0.1, make_communicators())
     ours.follow(transfer(end=end))
     deadline = time.monotonic() + seconds(30)
     while not looked and time.monotonic() < deadline:
@@ -173,7 +181,7 @@ ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock, as some of torch's
 
 
 def test_the_timer_runs_while_transfers_are_pending():
-    communicators, last = Communicators(), Mark()
+    communicators, last = make_communicators(), Mark()
     transfers = Pending(communicators, 7)
     transfers.add(transfer(1, last))
     assert communicators.exits_in == 7
@@ -190,7 +198,7 @@ def test_the_timer_runs_while_transfers_are_pending():
 
 
 def test_the_timer_of_another_pipeline_is_left_alone():
-    communicators = Communicators()
+    communicators = make_communicators()
     communicators.exits_in = 7
     Pending(communicators, 600).close()
     assert communicators.exits_in == 7
@@ -204,7 +212,7 @@ def test_a_process_whose_interpreter_is_blocked_ends():
 
 
 class Store(dict):
-    """A store in the memory of a process, which may end."""
+    """A store in the memory of a process, which may be gone."""
 
     is_gone = False
 
@@ -228,7 +236,7 @@ def test_a_store_that_is_gone_while_the_device_waits_is_a_failure(monkeypatch):
     """Nobody could report one, nor would the main thread notice."""
     for module in (heartbeat, pending):
         monkeypatch.setattr(module, "BEAT", 0.02)
-    store, communicators = Store(), Communicators()
+    store, communicators = Store(), make_communicators()
     ours = Watch(store, 1, [0, 1], 600, communicators)
     ours.follow(transfer())
     store.is_gone = True
@@ -239,7 +247,7 @@ def test_a_store_that_is_gone_while_the_device_waits_is_a_failure(monkeypatch):
 
 def test_a_store_that_is_gone_at_the_end_is_none(monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT", 0.02)
-    store, communicators = Store(), Communicators()
+    store, communicators = Store(), make_communicators()
     ours = Watch(store, 1, [0, 1], 600, communicators)
     store.is_gone = True
     assert ours._state.is_over.wait(seconds(30))

@@ -1,12 +1,13 @@
-"""What users put into a pipeline, and what they do to it while micro-batches are in flight."""
+"""Modules that users put into a pipeline, and changes to them while micro-batches are in flight."""
 
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
@@ -170,17 +171,19 @@ def test_what_a_loss_tells_of_its_weights_is_of_its_own_time():
 
     loss = Telling()
     pipe = build(network(lambda: nn.Linear(6, 6)), loss=loss)
-    told, true = [], []
+    extras, biases = [], []
     for x, target in batches(20):
-        true.append(loss.bias.detach().clone())
-        told.append(pipe.step(x, target).aux)
-    found = [(aux["bias"], bias) for aux, bias in zip(told, true, strict=True) if aux is not None]
-    assert len(found) == 20 - 7
-    assert all(torch.equal(*each) for each in found)
+        biases.append(loss.bias.detach().clone())
+        extras.append(pipe.step(x, target).aux)
+    known = [(aux["bias"], b) for aux, b in zip(extras, biases, strict=True) if aux is not None]
+    assert len(known) == 20 - 7
+    assert all(torch.equal(*pair) for pair in known)
 
 
 class Turning(nn.Module):
     """Computes something else every time, by a number that its state_dict does not have."""
+
+    angle: Tensor
 
     def __init__(self, *sizes):
         super().__init__()
@@ -214,7 +217,9 @@ def test_buffers_that_are_not_persistent_are_in_the_state(on_disk, tmp_path):
 
 
 class Cached(nn.Module):
-    """Its table grows, or is made when it is first asked for, and moves."""
+    """Its table is created at the first run if need be, and grows with every run."""
+
+    table: Tensor | None
 
     def __init__(self, first):
         super().__init__()
@@ -240,7 +245,7 @@ def test_buffers_of_other_sizes_are_put_back(first):
     if first is not None:
         pipe.load_state_dict(begin)
         again = [pipe.step(*batch).loss for batch in batches(12)]
-        assert [each and each.item() for each in again] == [each and each.item() for each in losses]
+        assert [loss and loss.item() for loss in again] == [loss and loss.item() for loss in losses]
     state = pipe.state_dict()
     state["units"]["2"]["buffers"]["f.other"] = torch.zeros(1)
     with pytest.raises(StateError, match=r"Coupling\(Cached\) differs.*no buffer 'f.other'"):
@@ -253,18 +258,17 @@ def test_look_ahead_sees_weights_that_somebody_changed(change):
     """Between two updates, where nothing that the pipeline counts has changed."""
     units = network(lambda: nn.Linear(6, 6))
     pipe = build(units, lookahead="momentum", momentum=0.9, accumulate=4, stages=4)
-    given = batches(46)
-    for x, target in given[:45]:
+    for x, target in batches(46)[:45]:
         pipe.step(x, target)
     stage = pipe.stages[0]
-    before = [each.clone() for each in stage.forward_weights(stage.units[0])]
+    before = [weight.clone() for weight in stage.forward_weights(stage.units[0])]
     assert all(map(torch.equal, before, stage.forward_weights(stage.units[0])))
     if change == "zero":
         with torch.no_grad():
             units[0].weight.zero_()
     else:
         units[0].requires_grad_(False)
-    after = [each.clone() for each in stage.forward_weights(stage.units[0])]
+    after = [weight.clone() for weight in stage.forward_weights(stage.units[0])]
     stage.forget_prediction()
     assert all(map(torch.equal, after, stage.forward_weights(stage.units[0])))
     assert not torch.equal(before[0], after[0]) or change == "freeze"
@@ -273,6 +277,8 @@ def test_look_ahead_sees_weights_that_somebody_changed(change):
 class Own(torch.optim.Optimizer):
     """Keeps a number for itself beside those of its parameters."""
 
+    state: Any
+
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
         self.state["steps"] = 0
@@ -280,16 +286,21 @@ class Own(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         self.state["steps"] += 1
-        for each in self.param_groups[0]["params"]:
-            each.sub_(0.1 / self.state["steps"] * each.grad)
+        for param in self.param_groups[0]["params"]:
+            param.sub_(0.1 / self.state["steps"] * param.grad)
 
 
 def test_an_optimizer_may_have_a_state_of_its_own(tmp_path):
     pipes, ends = [], []
     for _ in range(2):
         units = network(lambda: nn.Linear(6, 6))
-        options = {"optimizer": lambda stage: Own(stage.parameters()), "loss": F.mse_loss}
-        pipes.append((units, rd.Pipeline(list(units), stages=3, **options)))
+        pipe = rd.Pipeline(
+            list(units),
+            stages=3,
+            loss=F.mse_loss,
+            optimizer=lambda stage: Own(stage.parameters()),
+        )
+        pipes.append((units, pipe))
     for x, target in batches(12):
         pipes[0][1].step(x, target)
     pipes[0][1].save(tmp_path / "state")
@@ -298,7 +309,8 @@ def test_an_optimizer_may_have_a_state_of_its_own(tmp_path):
         for x, target in batches(12, seed=2):
             pipe.step(x, target)
         ends.append(weights(units))
-        assert pipe.stages[-1].optimizer.state["steps"] == pipe.stages[-1].num_updates
+        optimizer: Any = pipe.stages[-1].optimizer
+        assert optimizer.state["steps"] == pipe.stages[-1].num_updates
     assert torch.equal(*ends)
 
 
@@ -341,14 +353,14 @@ def test_a_dictionary_that_is_more_than_one_is_not_saved_as_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_probe_sees_through_torchs_checkpoint():
-    found = []
+    cosines = []
     for again in (False, True):
         pipe = build(network(lambda again=again: Perceptron(again)), method="petra")
         probe = pipe.probe(every=1)
         for x, target in batches(30):
             pipe.step(x, target)
-        found.append([(each.stage, each.cosine_to_delayed) for each in probe.take()])
-    assert found[0] and found[0] == found[1]
+        cosines.append([(row.stage, row.cosine_to_delayed) for row in probe.take()])
+    assert cosines[0] and cosines[0] == cosines[1]
 
 
 def test_weights_of_few_bits_may_be_in_a_stage():
@@ -411,7 +423,7 @@ def test_units_by_name_and_units_that_are_none():
         stages=2,
         loss=F.mse_loss,
         optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1),
-        seed=np.int64(3),
+        seed=np.int64(3),  # type: ignore[arg-type]
     )
     assert list(pipe.full_state_dict()) == ["stem.weight", "stem.bias", "head.weight", "head.bias"]
     assert type(pipe.seed) is int
@@ -428,4 +440,9 @@ def test_units_by_name_and_units_that_are_none():
     for names in (("a.b", "a"), ("a", "a.b"), (1, "1")):
         wrong = {name: nn.Linear(3, 3) for name in names}
         with pytest.raises(ValueError, match=r"cannot be called 'a\.b'|called '1'"):
-            rd.Pipeline(wrong, stages=2, loss=F.mse_loss, optimizer=lambda stage: None)
+            rd.Pipeline(
+                wrong,
+                stages=2,
+                loss=F.mse_loss,
+                optimizer=lambda stage: None,  # type: ignore[arg-type,return-value]
+            )

@@ -1,7 +1,8 @@
-"""Units into stages: even, deterministic, and said so."""
+"""The partition of units into stages: even, deterministic, and logged."""
 
 import logging
 from itertools import accumulate, combinations
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_a_number_of_stages_is_balanced_by_units_or_by_work():
     torch.manual_seed(0)
     wide, narrow = nn.Linear(64, 64), nn.Linear(4, 4)
     model = [nn.Linear(4, 4), narrow, nn.Linear(4, 64), wide, nn.Linear(64, 64), nn.Linear(64, 3)]
-    options = {"stages": 3, "loss": F.cross_entropy, "optimizer": SGD}
+    options: dict[str, Any] = {"stages": 3, "loss": F.cross_entropy, "optimizer": SGD}
     assert rd.Pipeline(model, **options).cut == [2, 2, 2]
     pipe = rd.Pipeline(model, **options, example=torch.randn(2, 4))
     assert pipe.cut == [3, 1, 2]
@@ -89,13 +90,14 @@ def test_the_cut_is_told_with_its_balance_and_can_be_pinned(caplog):
 
 def test_bad_cuts_are_refused():
     model = vector_chain(depth=1)
-    for stages, message in [
+    cuts: list[tuple[Any, str]] = [
         (6, "5 units cannot be cut into 6 stages"),
         (0, "cannot be cut into 0 stages"),
         ([2, 2], r"\[2, 2\], must be at least 1 and add up to the number of units, 5"),
         ([5, 0], "must be at least 1"),
         ("even", 'a list of sizes or "auto"'),
-    ]:
+    ]
+    for stages, message in cuts:
         with pytest.raises(ValueError, match=message):
             rd.Pipeline(model, stages=stages, loss=F.cross_entropy, optimizer=SGD)
     with pytest.raises(ValueError, match="needs an example"):
@@ -121,7 +123,7 @@ class Named(nn.Module):
 
 def test_stages_have_the_names_of_the_uncut_model():
     model = Named()
-    names = []
+    names: list[str] = []
     groups = []
 
     def optimizer(stage):

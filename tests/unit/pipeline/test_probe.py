@@ -1,4 +1,4 @@
-"""The probe against explicit histories and plain autograd, and without a trace in the training."""
+"""The probe: equal to explicit histories and plain autograd, and without effect on training."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from support.pipelines import CUTS, batches, build, network, refer
 from support.reference import METHODS, inner, run_unit
 from support.stateful import build as build_with_everything
 from support.stateful import feed
-from torch import nn
+from torch import Tensor, nn
 
 import redivider as rd
 
@@ -16,17 +16,17 @@ EXACT = ("delayed", "delayed-graph", "exact-inverse")
 
 
 def plain_gradient(units, weights, x, target):
-    """By unit, by name: plain backprop by some weights."""
-    leaves = [{n: w.clone().requires_grad_() for n, w in each.items()} for each in weights]
+    """Return the gradients of plain backprop with these weights, by unit and name."""
+    leaves = [{n: w.clone().requires_grad_() for n, w in own.items()} for own in weights]
     for unit, own in zip(units, leaves, strict=True):
         x = run_unit(unit, own, x)
     wanted = [leaf for own in leaves for leaf in own.values()]
-    found = iter(torch.autograd.grad(F.cross_entropy(x, target), wanted))
-    return [{name: next(found) for name in own} for own in leaves]
+    grads = iter(torch.autograd.grad(F.cross_entropy(x, target), wanted))
+    return [{name: next(grads) for name in own} for own in leaves]
 
 
 def compare(one, other):
-    a, b = (torch.cat([each.flatten() for each in side]) for side in (one, other))
+    a, b = (torch.cat([grad.flatten() for grad in grads]) for grads in (one, other))
     return float(a @ b / (a.norm() * b.norm())), float(a.norm() / b.norm())
 
 
@@ -52,13 +52,14 @@ def test_it_finds_what_histories_and_plain_autograd_give(
     for x, target in batches(30):  # of the fourth, all is known after 21 + 8
         reference.tick((x, target))
         pipe.step(x, target)
-    units, gradients, rebuilt_errors = reference.units, {}, []
+    units, rebuilt_errors = reference.units, []
+    gradients: dict[tuple[int, int], dict[str, Tensor]] = {}
     for n, u, name, grad in reference.gradients:
         gradients.setdefault((n, u), {})[name] = grad
-    assert len({each.microbatch for each in probe.found}) >= 4
-    assert {each.microbatch % 7 for each in probe.found} == {0}
-    for each in probe.found:
-        n, j = each.microbatch, each.stage
+    assert len({row.microbatch for row in probe.found}) >= 4
+    assert {row.microbatch % 7 for row in probe.found} == {0}
+    for row in probe.found:
+        n, j = row.microbatch, row.stage
         tick = n + latency * (2 * (len(cut) - 1) - j)
         x, target = reference.batches[n]
         now = plain_gradient(units, reference.weights[tick], x, target)
@@ -70,22 +71,22 @@ def test_it_finds_what_histories_and_plain_autograd_give(
             for source in ({u: gradients.get((n, u), {}) for u in own}, now, then)
         )
         expected = [*compare(mine, end), *compare(mine, delayed), *compare(delayed, end)]
-        got = [
-            each.cosine,
-            each.ratio,
-            each.cosine_to_delayed,
-            each.ratio_to_delayed,
-            each.cosine_of_delayed,
-            each.ratio_of_delayed,
+        measured = [
+            row.cosine,
+            row.ratio,
+            row.cosine_to_delayed,
+            row.ratio_to_delayed,
+            row.cosine_of_delayed,
+            row.ratio_of_delayed,
         ]
-        assert got == pytest.approx(expected, rel=1e-9)
+        assert measured == pytest.approx(expected, rel=1e-9)
         seam = units[reference.stages[j][-1] : reference.stages[j][-1] + 2]
         in_row = j + 1 < len(cut) and all(isinstance(unit, rd.Coupling) for unit in seam)
         if in_row and METHODS[method][1] is not None:
             rebuilt, true = reference.back[n, j][0], reference.outputs[n, j]
             a, b = (torch.cat([t.flatten() for t in pair]) for pair in (rebuilt, true))
             error = float((a - b).norm() / b.norm())
-            assert each.rebuilt_error == pytest.approx(error, rel=1e-6, abs=1e-13)
+            assert row.rebuilt_error == pytest.approx(error, rel=1e-6, abs=1e-13)
             rebuilt_errors.append(error)
     if method == "petra" and len(cut) == 5:
         assert max(rebuilt_errors) > 1e-4
@@ -105,9 +106,9 @@ def test_with_weights_that_stand_still_all_gradients_are_one(method):
     probe = pipe.probe(every=3)
     for x, target in batches(14):
         pipe.step(x, target)
-    assert {each.stage for each in probe.found} == {0, 1, 2, 3, 4}
-    for each in probe.found:
-        values = [each.cosine, each.ratio, each.cosine_to_delayed, each.ratio_of_delayed]
+    assert {row.stage for row in probe.found} == {0, 1, 2, 3, 4}
+    for row in probe.found:
+        values = [row.cosine, row.ratio, row.cosine_to_delayed, row.ratio_of_delayed]
         assert values == pytest.approx([1.0] * 4, abs=1e-9)
 
 
@@ -119,10 +120,10 @@ def test_methods_that_are_exact_but_late_find_the_delayed_gradient(method):
     probe = pipe.probe(every=5)
     for x, target in batches(30):
         pipe.step(x, target)
-    late = [each for each in probe.found if each.stage < 4]
-    worst = max(abs(each.cosine_to_delayed - 1) for each in late)
+    late = [row for row in probe.found if row.stage < 4]
+    worst = max(abs(row.cosine_to_delayed - 1) for row in late)
     assert worst < 1e-9 if method in EXACT else worst > 1e-6
-    assert max(abs(each.cosine - 1) for each in late) > 1e-4, "staleness must show"
+    assert max(abs(row.cosine - 1) for row in late) > 1e-4, "staleness must show"
 
 
 @pytest.mark.slow
@@ -143,7 +144,7 @@ def test_it_leaves_no_trace_in_the_training(method, arithmetic):
     watched.flush()
     assert len(probe.found) == 4 * 7 and not probe._samples
     if arithmetic == "fixed" and method == "exact-inverse":
-        rebuilt = [each.rebuilt_error for each in probe.found if each.stage == 1]
+        rebuilt = [row.rebuilt_error for row in probe.found if row.stage == 1]
         assert rebuilt and max(rebuilt) == 0.0
 
 
@@ -155,7 +156,7 @@ def test_a_state_that_is_loaded_ends_the_samples_in_flight():
     pipe.load_state_dict(state)
     assert not probe._samples
     feed(pipe, 5, 4)
-    fresh = {each.microbatch for each in probe.found[before:]}
+    fresh = {row.microbatch for row in probe.found[before:]}
     assert fresh == {5}, "only what entered since"
 
 
@@ -189,8 +190,8 @@ def test_gradients_of_shared_weights_are_compared_whole():
     probe = pipe.probe(every=1)
     for x, target in batches(10):
         pipe.step(x.float(), target)
-    tied = [each for each in probe.found if each.stage == 1]
-    assert [(each.cosine, each.ratio) for each in tied] == [
+    tied = [row for row in probe.found if row.stage == 1]
+    assert [(row.cosine, row.ratio) for row in tied] == [
         pytest.approx((1.0, 1.0), abs=1e-5) for _ in tied
     ]
     assert tied
@@ -205,11 +206,12 @@ def test_weights_that_units_of_a_stage_share():
         probe = pipe.probe(every=1) if watched else None
         for x, target in batches(20):
             pipe.step(x.float(), target)
-        ends.append([each.detach().clone() for each in model.parameters()])
+        ends.append([param.detach().clone() for param in model.parameters()])
     assert all(map(torch.equal, *ends))
-    assert {each.stage for each in probe.found} == {0, 1, 2}
-    last = [each for each in probe.found if each.stage == 2]
-    assert max(abs(each.cosine_to_delayed - 1) for each in last) < 1e-5
+    assert probe is not None
+    assert {row.stage for row in probe.found} == {0, 1, 2}
+    last = [row for row in probe.found if row.stage == 2]
+    assert max(abs(row.cosine_to_delayed - 1) for row in last) < 1e-5
 
 
 def test_a_fault_of_a_comparison_does_not_stop_the_training(monkeypatch):
@@ -221,4 +223,4 @@ def test_a_fault_of_a_comparison_does_not_stop_the_training(monkeypatch):
 
     monkeypatch.setattr("redivider.pipeline.stages.unit.Unit.trace", fails)
     feed(pipe, 0, 20)
-    assert probe.found and all(each.cosine != each.cosine for each in probe.found)
+    assert probe.found and all(row.cosine != row.cosine for row in probe.found)

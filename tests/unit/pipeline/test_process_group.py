@@ -1,4 +1,4 @@
-"""Which GPU a process takes, and by which backend processes talk. No GPU is needed."""
+"""The GPU and the backend that a process chooses; no GPU is needed."""
 
 from types import SimpleNamespace
 
@@ -13,18 +13,18 @@ CPU = torch.device("cpu")
 
 
 def choose(monkeypatch, devices: list[tuple[torch.device, str]]) -> list[bool]:
-    """What ranks on these devices find, given each GPU's identity."""
+    """Return the answers of ranks on these devices, each with the identity of its GPU."""
     store = dist.HashStore()
-    found = []
+    answers = []
     for rank in (*range(len(devices)), *range(len(devices))):  # all have to say it first
         device, uuid = devices[rank]
         properties = SimpleNamespace(uuid=uuid)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: p)
         try:
-            found.append(process_group.have_own_gpus(store, rank, len(devices), device, 0.01))
+            answers.append(process_group.have_own_gpus(store, rank, len(devices), device, 0.01))
         except RuntimeError:  # it waits for the others
             assert rank < len(devices) - 1
-    return found[-len(devices) :]
+    return answers[-len(devices) :]
 
 
 def test_nccl_is_taken_where_every_process_has_its_own_gpu(monkeypatch):

@@ -1,11 +1,13 @@
-"""Rings of inputs: what was put comes back when it is due, as it was."""
+"""Ring buffers of inputs: an input comes back when it is due, unchanged."""
+
+from typing import Any
 
 import torch
 
 from redivider.pipeline.stages.ring_buffer import Ring
 
 
-def value(number):
+def value(number) -> Any:
     image = torch.full((2, 3, 4, 4), float(number)).to(memory_format=torch.channels_last)
     return {"image": image, "rest": (torch.arange(3) + number,)}
 
@@ -16,9 +18,9 @@ def test_what_was_put_comes_back_after_the_delay():
     for n in range(9, 30):
         slots[0], slots[1] = ring.slot(n), ring.slot(n - 4)
         ring.put(value(n))
-        found = ring.take()
-        assert torch.equal(found["image"], value(n - 4)["image"])
-        assert torch.equal(found["rest"][0], value(n - 4)["rest"][0])
+        taken = ring.take()
+        assert torch.equal(taken["image"], value(n - 4)["image"])
+        assert torch.equal(taken["rest"][0], value(n - 4)["rest"][0])
         assert torch.equal(ring.get(n)["image"], value(n)["image"])
 
 
@@ -26,10 +28,13 @@ def test_strides_stay_and_others_are_taken_in():
     slots = torch.zeros(2, dtype=torch.int64)
     ring = Ring([value(0)], 0, slots)
     assert ring.get(0)["image"].stride() == value(0)["image"].stride()
-    plain = {"image": torch.randn(2, 3, 4, 4), "rest": (torch.arange(3),)}
+    plain: dict[str, Any] = {"image": torch.randn(2, 3, 4, 4), "rest": (torch.arange(3),)}
     ring.put(plain)
     assert torch.equal(ring.take()["image"], plain["image"])
-    spread = {"image": torch.randn(2, 3, 4, 8)[..., ::2], "rest": (torch.arange(6)[::2],)}
+    spread: dict[str, Any] = {
+        "image": torch.randn(2, 3, 4, 8)[..., ::2],
+        "rest": (torch.arange(6)[::2],),
+    }
     ring.put(spread)
     assert torch.equal(ring.take()["image"], spread["image"])
     assert torch.equal(ring.take()["rest"][0], spread["rest"][0])

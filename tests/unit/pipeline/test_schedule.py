@@ -1,4 +1,4 @@
-"""The order of things: a pure function, and its picture."""
+"""The schedule: a pure function, and its picture."""
 
 import json
 from itertools import pairwise
@@ -13,7 +13,7 @@ from torch import nn
 
 import redivider as rd
 from redivider.pipeline.diagnostics import timeline
-from redivider.pipeline.schedule import Action, Schedule
+from redivider.pipeline.schedule import KINDS, Action, Schedule
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -54,12 +54,12 @@ sizes = {"stages": st.integers(1, 7), "latency": st.integers(1, 4), "number": st
 def test_every_micro_batch_passes_every_stage_once_in_order(stages, latency, number):
     schedule = Schedule(stages, latency)
     ticks = schedule.num_ticks(number)
-    when = {}
+    when: dict[tuple[str, int, int], int] = {}
     for t in range(ticks + 5):
         for action in schedule.actions(t, number):
             assert action not in when
             when[action] = t
-    expected = {Action(k, j, n) for k in "FB" for j in range(stages) for n in range(number)}
+    expected = {Action(k, j, n) for k in KINDS for j in range(stages) for n in range(number)}
     assert set(when) == expected
     assert max(when.values(), default=-1) == ticks - 1
     for n in range(number):
@@ -76,9 +76,9 @@ def test_every_micro_batch_passes_every_stage_once_in_order(stages, latency, num
 def test_a_stage_does_at_most_one_forward_and_one_backward_a_tick(stages, latency, number):
     schedule = Schedule(stages, latency)
     for t in range(schedule.num_ticks(number)):
-        found = [(kind, j) for kind, j, _ in schedule.actions(t, number)]
-        assert len(found) == len(set(found))
-        assert found == sorted(found, key=lambda pair: (pair[1], pair[0] == "B"))
+        pairs = [(kind, j) for kind, j, _ in schedule.actions(t, number)]
+        assert len(pairs) == len(set(pairs))
+        assert pairs == sorted(pairs, key=lambda pair: (pair[1], pair[0] == "B"))
 
 
 @given(st.sampled_from("FB"), st.integers(0, 99), st.integers(0, 10**6))

@@ -1,10 +1,12 @@
-"""Messages between processes: what one counts as sent, its neighbour counts as received."""
+"""Messages between processes: a rank sends what its neighbour expects to receive."""
 
 from itertools import combinations, pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from redivider.pipeline.runners.exchange import Mail
 from redivider.pipeline.runners.wire import SMALL, Incoming, Outgoing, Post, _on
@@ -13,7 +15,7 @@ from redivider.pipeline.stages.compression import Packing
 
 
 def spreads(stages: int):
-    """All directions to give consecutive stages to two or more processes."""
+    """Yield every spread of consecutive stages over two or more processes."""
     for num in range(1, stages):
         for ends in combinations(range(1, stages), num):
             yield [range(*pair) for pair in pairwise([0, *ends, stages])]
@@ -52,7 +54,7 @@ def test_a_message_is_read_a_latency_after_its_tick(latency):
 
 
 def test_a_tick_that_sends_something_else_is_refused():
-    team = SimpleNamespace(batches=True, place=0, is_last=True)
+    team: Any = SimpleNamespace(batches=True, place=0, is_last=True)
     mail = Mail(team, range(1), Schedule(2), Packing(None), torch.device("cpu"))
     with pytest.raises(RuntimeError, match="defect"):
         mail.exchange(0, 1)  # without the message to stage 1
@@ -60,11 +62,12 @@ def test_a_tick_that_sends_something_else_is_refused():
 
 def test_side_inputs_travel_from_where_streams_are():
     streams, number = torch.zeros(3, device="meta"), torch.tensor(0.5)
-    assert [each.device.type for each in _on(streams.device, [streams, number])] == ["meta"] * 2
+    assert [sent.device.type for sent in _on(streams.device, [streams, number])] == ["meta"] * 2
 
 
 def test_a_transfer_that_has_not_begun_is_not_waited_for():
-    post = Post(SimpleNamespace(batches=True, stage_group=None))
+    team: Any = SimpleNamespace(batches=True, stage_group=None)
+    post = Post(team)
     transfer = post.begin("receive", [torch.zeros(0)], 3, 0)
     transfer.wait()  # nothing travels
     transfer.is_queued = True
@@ -78,7 +81,8 @@ class Loop:
     rank, number, device = 0, 0, torch.device("cpu")
 
     def __init__(self) -> None:
-        self._notes, self.sent = {}, []
+        self._notes: dict[str, str] = {}
+        self.sent: list[list[Tensor]] = []
 
     def put_note(self, key: str, text: str) -> None:
         self._notes[key] = text
@@ -105,7 +109,8 @@ class Loop:
     ],
 )
 def test_tensors_of_a_small_message_travel_as_one(shape, exact, num):
-    loop, streams = Loop(), (torch.randn(shape), torch.randn(shape))
+    loop: Any = Loop()
+    streams = (torch.randn(shape), torch.randn(shape))
     Outgoing(loop, loop, Packing(None), 0, "up", 2).send(streams, {"mask": exact})
     assert len(loop.sent[0]) == num
     incoming = Incoming(loop, loop, Packing(None), 0, "up", loop.device)

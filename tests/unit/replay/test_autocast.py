@@ -1,6 +1,7 @@
 """Autocast around the forward only is honoured when f runs again in the backward."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ def dtypes_of(chain: rd.Chain) -> list[torch.dtype]:
     seen: list[torch.dtype] = []
     for unit in chain:
         if isinstance(unit, rd.Coupling):
-            unit.f[1].register_forward_hook(lambda _, __, y: seen.append(y.dtype))
+            f: Any = unit.f
+            f[1].register_forward_hook(lambda _, __, y: seen.append(y.dtype))
     return seen
 
 
@@ -74,7 +76,7 @@ def test_streams_stay_float32_though_the_stem_gives_half_precision(arithmetic, b
 
 @pytest.mark.parametrize("backward", REPLAYING)
 def test_a_weight_shared_with_the_outside_keeps_its_gradient(backward):
-    """f's cast of it, made without a graph, must not be what the outside gets from the cache."""
+    """f casts it without a graph; the outside must not get that cast from autocast's cache."""
     chain = vector_chain(depth=2, backward=backward, check_every=0)
     linear = chain[2].f[1]
     x = torch.randn(5, 6)
@@ -92,10 +94,12 @@ def test_scaled_losses_give_scaled_gradients(backward):
     chain = vector_chain(Attention, 4, backward=backward)
     x = torch.randn(2, 5, 6)
     weigh(chain(x)).backward()
-    once = {name: grad.clone() for name, grad in gradients(chain).items()}
+    grads: dict[str, Any] = gradients(chain)
+    once = {name: grad.clone() for name, grad in grads.items()}
     chain.zero_grad()
     (weigh(chain(x)) * 1024).backward()
-    for name, grad in gradients(chain).items():
+    scaled: dict[str, Any] = gradients(chain)
+    for name, grad in scaled.items():
         assert torch.equal(grad, once[name] * 1024), name
 
 

@@ -1,4 +1,4 @@
-"""Modules that do more than compute: both runs do it alike, and it counts once."""
+"""Modules with side effects: both runs have the same ones, and they count once."""
 
 import copy
 
@@ -16,7 +16,7 @@ replaying = pytest.mark.parametrize("backward", REPLAYING)
 
 
 class Attend(nn.Module):
-    """Drops first what it reads, and gives its result in another order of memory."""
+    """Attention that drops parts of its input and returns a result in another memory layout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Attend(nn.Module):
     ids=["samples", "tokens"],
 )
 def test_expanded_streams_are_dropped_by_the_same_masks(spread, backward):
-    """As those of learned queries: nothing in memory tells which of their dimensions is first."""
+    """Expand as learned queries are: the strides do not tell which dimension comes first."""
     torch.manual_seed(0)
     couplings = [rd.Coupling(Attend()) for _ in range(3)]
     chain = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse()], backward=backward).double()
@@ -52,6 +52,10 @@ def test_expanded_streams_are_dropped_by_the_same_masks(spread, backward):
 
 class Renorm(nn.BatchNorm1d):
     """Batch renormalisation (Ioffe 2017), which reads the running statistics in training."""
+
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+    num_batches_tracked: torch.Tensor
 
     def forward(self, x):
         mean, std = x.mean(0), (x.var(0, unbiased=False) + self.eps).sqrt()
@@ -78,12 +82,12 @@ def test_statistics_that_are_read_are_those_of_the_first_run(backward):
         weigh(chain(x)).backward()
         weigh(run_plainly(plain, x)).backward()
         assert worst_error(gradients(chain), gradients(plain)) <= 1e-11
-    for got, true in zip(chain.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-12)
+    for buffer, expected in zip(chain.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected, rtol=1e-12, atol=1e-12)
 
 
 class Encode(nn.Module):
-    """In evaluation, and where no gradients are asked for, torch's encoder takes another way."""
+    """Torch's encoder, which has a fast path for evaluation without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +137,8 @@ def test_a_buffer_may_be_written_without_being_changed(backward):
 
 
 class Counting(nn.Module):
+    count: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
@@ -188,7 +194,7 @@ class Quantised(nn.Parameter):
 
 
 class Adapted(nn.Module):
-    """A frozen weight that is more than its numbers, and an adapter."""
+    """A frozen weight of a class with an attribute of its own, and an adapter."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -206,7 +212,7 @@ class Adapted(nn.Module):
 @replaying
 def test_frozen_weights_are_those_of_the_module(backward):
     torch.manual_seed(0)
-    chain, plain = (vector_chain(Adapted, backward=each) for each in (backward, "store"))
+    chain, plain = (vector_chain(Adapted, backward=strategy) for strategy in (backward, "store"))
     plain.load_state_dict(chain.state_dict())
     for x in torch.randn(3, 5, 6):
         weigh(chain(x)).backward()

@@ -1,4 +1,4 @@
-"""Recipes: records that can be written down, given back, and not be wrong."""
+"""Recipes: records that survive JSON and refuse wrong values."""
 
 import json
 from dataclasses import replace
@@ -15,10 +15,10 @@ from redivider.train.recipes import RECIPES, get_recipe, list_recipes
 
 @pytest.mark.parametrize("name", list_recipes())
 def test_every_recipe_comes_back_from_json(name, tmp_path):
-    made = get_recipe(name)
-    assert made.name == name and made.model in list_models()
-    (tmp_path / "recipe.json").write_text(made.to_json())
-    assert read_recipe(tmp_path / "recipe.json") == made
+    original = get_recipe(name)
+    assert original.name == name and original.model in list_models()
+    (tmp_path / "recipe.json").write_text(original.to_json())
+    assert read_recipe(tmp_path / "recipe.json") == original
 
 
 def test_every_row_of_table_2_is_there():
@@ -27,15 +27,15 @@ def test_every_row_of_table_2_is_there():
     assert len(names) == 36
     for name in names:
         model, data, how = name.split("-")
-        each = get_recipe(name)
-        assert (each.model, each.data, each.is_pipeline) == (model, data, how == "petra")
+        row = get_recipe(name)
+        assert (row.model, row.data, row.is_pipeline) == (model, data, how == "petra")
         cifar, large = data.startswith("cifar"), data == "imagenet"
-        assert each.epochs == (300 if cifar else 90)
-        assert each.milestones == ((150, 225) if cifar else (30, 60, 80))
-        assert each.lr == pytest.approx(0.1 if large else 0.05)
-        assert each.microbatch * each.accumulate == (256 if large else 128)
-        assert each.weight_decay == (5e-4 if cifar else 1e-4)
-        assert (each.optimizer, each.momentum, each.warmup) == ("sgd", 0.9, 5)
+        assert row.epochs == (300 if cifar else 90)
+        assert row.milestones == ((150, 225) if cifar else (30, 60, 80))
+        assert row.lr == pytest.approx(0.1 if large else 0.05)
+        assert row.microbatch * row.accumulate == (256 if large else 128)
+        assert row.weight_decay == (5e-4 if cifar else 1e-4)
+        assert (row.optimizer, row.momentum, row.warmup) == ("sgd", 0.9, 5)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_every_field_can_be_set_on_the_command_line():
         (["--compare", "store", "petra"], {"compare": ("store", "petra")}),
     ):
         assert override(before, words) == replace(before, **changed)
-    values = {each: getattr(before, each) for each in Recipe.__dataclass_fields__}
+    values = {name: getattr(before, name) for name in Recipe.__dataclass_fields__}
     for name, value in values.items():
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             assert override(before, [f"--{name.replace('_', '-')}", str(value)]) == before
@@ -126,8 +126,8 @@ def test_a_method_that_is_told_is_trained_by_alone():
     quickstart = get_recipe("quickstart")
     assert len(quickstart.compare) > 1
     for words in ("--method dsp", "--method=dsp"):
-        found = override(quickstart, words.split())
-        assert (found.method, found.compare) == ("dsp", ())
+        alone = override(quickstart, words.split())
+        assert (alone.method, alone.compare) == ("dsp", ())
     both = override(quickstart, "--method dsp --compare store petra".split())
     assert (both.method, both.compare) == ("dsp", ("store", "petra"))
     assert override(quickstart, ["--lr", "0.1"]).compare == quickstart.compare

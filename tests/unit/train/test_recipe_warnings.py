@@ -1,4 +1,4 @@
-"""What a run says about itself when it begins."""
+"""Warnings that a run prints when it begins."""
 
 from dataclasses import replace
 
@@ -23,18 +23,19 @@ def test_what_does_not_come_to_pass_is_told():
 
 @pytest.mark.parametrize("method", ["reverse", "overlap", "auto", "store", "checkpoint", "petra"])
 def test_a_model_without_couplings_is_told_what_reversing_does_for_it(method):
-    made = recipe(model="resnet18", method=method, warmup=0)
-    assert not find_warnings(made, 100)
-    found = find_warnings(made, 100, reverses=False)
-    assert bool(found) == (method in ("reverse", "overlap", "auto"))
-    assert all(f"resnet18 has no couplings to reverse, so that {method}" in each for each in found)
+    plain = recipe(model="resnet18", method=method, warmup=0)
+    assert not find_warnings(plain, 100)
+    warnings = find_warnings(plain, 100, reverses=False)
+    assert bool(warnings) == (method in ("reverse", "overlap", "auto"))
+    message = f"resnet18 has no couplings to reverse, so that {method}"
+    assert all(message in warning for warning in warnings)
 
 
 def test_more_threads_than_cores_are_told(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert not find_warnings(recipe(threads=2), 100)
-    (told,) = find_warnings(recipe(threads=3), 100)
-    assert "--threads is 3, of 2 cores" in told
+    (warning,) = find_warnings(recipe(threads=3), 100)
+    assert "--threads is 3, of 2 cores" in warning
     with pytest.raises(TrainError, match="threads must be 0 or more and at most 1024, got 100000"):
         recipe(threads=100_000)
 
@@ -42,8 +43,8 @@ def test_more_threads_than_cores_are_told(monkeypatch):
 def test_adamw_by_late_gradients_is_told():
     late = recipe(optimizer="adamw", warmup=0, accumulate=4)
     assert not find_warnings(late, 100, num_stages=3)  # one update late
-    (told,) = find_warnings(late, 100, num_stages=14)
-    assert "gradients are 6.5 updates late" in told and "set --stages lower" in told
+    (warning,) = find_warnings(late, 100, num_stages=14)
+    assert "gradients are 6.5 updates late" in warning and "set --stages lower" in warning
     (slow,) = find_warnings(replace(late, latency=2), 100, num_stages=3)
     assert "2 updates late" in slow
     assert not find_warnings(replace(late, optimizer="sgd"), 100, num_stages=14)

@@ -1,4 +1,4 @@
-"""A report says what the files say, is one sound page, and tells damaged files from young runs."""
+"""Reports are sound pages of what the files hold; damaged files are not taken for new runs."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import re
 import sys
 from collections import Counter
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
@@ -19,12 +20,16 @@ VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """Checks that tags are balanced while it collects what is there."""
+    """Parser that collects tags and text, and checks that tags are balanced."""
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.ids, self.values = [], Counter(), [], []
-        self.cells, self.text = [], []
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.ids: list[str | None] = []
+        self.values: list[tuple[str, Any]] = []
+        self.cells: list[list[str]] = []
+        self.text: list[str] = []
         self.feed(text)
         self.close()
         assert not self.open
@@ -54,7 +59,7 @@ class Page(HTMLParser):
 
 
 def rows_of(scale, stages, *, has_accuracy=True):
-    """A log with every kind, whose numbers differ by run."""
+    """Yield a log with rows of every kind; its numbers depend on `scale`."""
     yield dict(kind="start", version="0.1", torch="2.13.0", device="cpu", num_parameters=123)
     for step in range(1, 6):
         yield dict(
@@ -90,16 +95,16 @@ def rows_of(scale, stages, *, has_accuracy=True):
 
 
 def spans_of(stages, ticks):
-    """One action after the other, as a pipeline in one process does them."""
-    found = [each for t in ticks for each in Schedule(stages).actions(t)]
-    return [[*each, 0.001 * i, 0.001 * (i + 0.9)] for i, each in enumerate(found)]
+    """Return spans of actions one after another, as in a pipeline in one process."""
+    actions = [action for t in ticks for action in Schedule(stages).actions(t)]
+    return [[*action, 0.001 * i, 0.001 * (i + 0.9)] for i, action in enumerate(actions)]
 
 
 def write_run(folder, rows, **recipe):
     folder.mkdir()
-    given = dict(name=folder.name, model="revnet18", data="digits", method="petra", stages=3)
-    (folder / "recipe.json").write_text(json.dumps(given | recipe))
-    (folder / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    defaults = dict(name=folder.name, model="revnet18", data="digits", method="petra", stages=3)
+    (folder / "recipe.json").write_text(json.dumps(defaults | recipe))
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -112,7 +117,7 @@ def report(tmp_path, *runs):
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     assert len(page.ids) == len(set(page.ids))
     refs = re.findall(r"url\(([^)]*)\)", text) + [v for n, v in page.values if "href" in n]
-    assert all(each.startswith("#") and each[1:] in page.ids for each in refs)
+    assert all(ref.startswith("#") and ref[1:] in page.ids for ref in refs)
     assert page.tags["figure"] == page.tags["svg"]
     return page
 
@@ -182,12 +187,12 @@ def test_colours_are_those_of_the_run_everywhere(tmp_path):
     page = report(tmp_path, empty, write_run(tmp_path / "full", rows_of(2, 3)))
     swatches = [value for name, value in page.values if name == "style" and "border-top" in value]
     first, second = (plots.line_style(i)[0] for i in range(2))
-    assert [second in each for each in swatches].count(True) == 10 + 2
-    assert [first in each for each in swatches].count(True) == 2
+    assert [second in swatch for swatch in swatches].count(True) == 10 + 2
+    assert [first in swatch for swatch in swatches].count(True) == 2
     lines = [
         value for name, value in page.values if name == "style" and "stroke: " in (value or "")
     ]
-    assert any(second in each for each in lines) and not any(first in each for each in lines)
+    assert any(second in line for line in lines) and not any(first in line for line in lines)
     assert len({plots.line_style(i) for i in range(24)}) == 24
 
 
@@ -239,8 +244,8 @@ def test_copies_of_weights_have_a_plot_of_their_own(tmp_path):
     stages = [dict(stage=j, activations=2**20, weights=j * 2**21) for j in range(3)]
     page = report(tmp_path, write_run(tmp_path / "run", [dict(kind="memory", stages=stages)]))
     assert page.tags["svg"] == 2
-    assert any("run (petra): 3 MiB" in each for each in page.text)
-    assert any("run (petra): 6 MiB" in each for each in page.text)
+    assert any("run (petra): 3 MiB" in text for text in page.text)
+    assert any("run (petra): 6 MiB" in text for text in page.text)
 
 
 def test_a_run_that_went_on_after_its_end(tmp_path):
@@ -290,7 +295,7 @@ def test_a_broken_recipe(text, tmp_path):
 
 
 def test_the_first_ticks():
-    spans = [plots.Span(*each) for each in spans_of(3, ticks=range(30))]
+    spans = [plots.Span(*span) for span in spans_of(3, ticks=range(30))]
     for most in (1, 5, 12):
         wanted = sum(len(Schedule(3).actions(t)) for t in range(most))
         assert plots.first_ticks(spans, most) == spans[:wanted]
@@ -298,9 +303,9 @@ def test_the_first_ticks():
 
 
 def test_ticks_have_a_box_and_a_number_each():
-    spans = [plots.Span(*each) for each in spans_of(2, ticks=range(7, 10))]
-    found = re.findall(r">([FB]\d+)<", plots.ticks(spans))
-    assert sorted(found) == sorted(f"{each.kind}{each.microbatch}" for each in spans)
+    spans = [plots.Span(*span) for span in spans_of(2, ticks=range(7, 10))]
+    labels = re.findall(r">([FB]\d+)<", plots.ticks(spans))
+    assert sorted(labels) == sorted(f"{span.kind}{span.microbatch}" for span in spans)
 
 
 def test_long_lines_are_averaged():

@@ -17,18 +17,18 @@ def factors(num, per_epoch, **options):
 
 
 def test_warm_up_is_a_line_and_steps_divide_by_ten():
-    """As the papers have it: lr (i + 1) / (5 len(loader)) for five epochs, here of ten updates."""
-    found = factors(300, 10, warmup=5, schedule="step", milestones=(15, 22.5))
+    """As in the papers: lr (i + 1) / (5 len(loader)) for five epochs, here of ten updates."""
+    rates = factors(300, 10, warmup=5, schedule="step", milestones=(15, 22.5))
     wanted = [(i + 1) / 50 if i < 50 else 1.0 for i in range(300)]
     wanted = [w * (0.1 if i >= 150 else 1) * (0.1 if i >= 225 else 1) for i, w in enumerate(wanted)]
-    assert found == pytest.approx(wanted, rel=1e-12)
+    assert rates == pytest.approx(wanted, rel=1e-12)
 
 
 def test_cosine_ends_at_zero():
-    found = factors(100, 10, warmup=1, schedule="cosine")
-    assert found[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    rates = factors(100, 10, warmup=1, schedule="cosine")
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     wanted = [0.5 * (1 + math.cos(math.pi * (i - 10) / 90)) for i in range(10, 100)]
-    assert found[10:] == pytest.approx(wanted)
+    assert rates[10:] == pytest.approx(wanted)
     assert Schedule(recipe(warmup=1), 10, 100)(100) == 0
     assert factors(5, 10, warmup=0, schedule="constant") == [1.0] * 5
 
@@ -41,10 +41,10 @@ def test_norms_and_biases_do_not_decay():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
     model[2].bias.requires_grad_(False)
     for kind in ("sgd", "adamw"):
-        made = make_optimizer(recipe(optimizer=kind, weight_decay=0.3), model.parameters())
-        decayed, others = made.param_groups
+        optimizer = make_optimizer(recipe(optimizer=kind, weight_decay=0.3), model.parameters())
+        decayed, others = optimizer.param_groups
         assert decayed["params"] == [model[0].weight, model[2].weight]
         assert others["params"] == [model[0].bias, model[1].weight, model[1].bias]
         assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
-        assert isinstance(made, torch.optim.SGD if kind == "sgd" else torch.optim.AdamW)
-    assert len(make_optimizer(recipe(), [model[0].weight]).param_groups) == 1
+        assert isinstance(optimizer, torch.optim.SGD if kind == "sgd" else torch.optim.AdamW)
+    assert len(make_optimizer(recipe(), [next(model.parameters())]).param_groups) == 1

@@ -45,6 +45,9 @@ class Writers(Protocol):
     def tell_all(self, text: str) -> list[str]:
         """Send a text to all processes; return the texts of all, in the order of ranks."""
 
+    def note_agreed(self, error: Exception) -> None:
+        """Note an error that all processes raise alike, and after which they may continue."""
+
 
 class Alone:
     """Single process that writes a whole state."""
@@ -53,6 +56,9 @@ class Alone:
 
     def tell_all(self, text: str) -> list[str]:
         return [text]
+
+    def note_agreed(self, error: Exception) -> None:
+        pass
 
 
 def write_state(folder: str | Path, state: dict[str, Any], writers: Writers | None = None) -> None:
@@ -79,10 +85,7 @@ def write_state(folder: str | Path, state: dict[str, Any], writers: Writers | No
 
 
 def all_or_none(writers: Writers, action: Callable[[], Any]) -> list[Any]:
-    """Run an action in every process; return the results of all, or raise in all of them.
-
-    The error is marked `is_agreed`: all processes raise it together and may continue after it.
-    """
+    """Run an action in every process; return the results of all, or raise in all of them."""
     error: Exception | None = None
     try:
         text = json.dumps(["done", action()])
@@ -93,7 +96,7 @@ def all_or_none(writers: Writers, action: Callable[[], Any]) -> list[Any]:
         if kind != "done" and error is None:
             error = (StateError if kind == "StateError" else OSError)(f"rank {rank}: {result}")
     if error is not None:
-        error.is_agreed = True  # type: ignore[attr-defined]
+        writers.note_agreed(error)
         raise error
     return [result for _, result in outcomes]
 

@@ -54,6 +54,7 @@ from redivider.backward.mailbox import Mailbox
 from redivider.pipeline.runners.capturable import Settings, reason_against, signature_of
 from redivider.pipeline.runners.control import Control
 from redivider.pipeline.runners.cuda_graphs import CudaGraphs, Graphs
+from redivider.pipeline.runners.execution import Eager, Execution
 from redivider.pipeline.runners.recording import NONE, Recording
 from redivider.pipeline.runners.tick_state import TickState
 from redivider.pipeline.stages.fused_optimizer import fuse, has_hooks
@@ -61,13 +62,13 @@ from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.ring_buffer import Ring
 from redivider.pipeline.stages.stage import Stage
 from redivider.pipeline.stages.unit import Kept, Unit
+from redivider.pipeline.tick import Tick
 from redivider.replay.autocast import Autocast
 from redivider.replay.random import captured_from, replayed_from
 from redivider.replay.statistics import counted_later
 
 if TYPE_CHECKING:
     from redivider.pipeline.pipeline import Pipeline
-    from redivider.pipeline.tick import Tick
 
 logger = logging.getLogger("redivider")
 
@@ -108,8 +109,8 @@ def num_phases(accumulate: int, nbytes: int, device: torch.device) -> int:
     return accumulate * max(most, ceil(2 / accumulate))
 
 
-class CapturedRunner:
-    """Runner of a pipeline's steady ticks by graphs.
+class CapturedRunner(Execution):
+    """Execution of a pipeline's steady ticks by graphs.
 
     Args:
         pipe: The pipeline.
@@ -127,11 +128,9 @@ class CapturedRunner:
         self._num_needed = pipe.schedule.num_in_flight + NUM_STEADY
         self._settings = Settings(pipe)
         self._mailbox = Mailbox()
-        self.is_active = False
         self._is_refused = False
 
-    def step(self, x: Any, target: Any, side: dict[str, Any]) -> tuple[int, Tensor, Any] | None:
-        """Run a tick by a graph; return None if it must run eagerly."""
+    def step(self, x: Any, target: Any, side: dict[str, Any]) -> Tick | None:
         inputs = (x, target, side)
         signature = signature_of(inputs), self._settings.current()
         if signature != self._signature or not self._is_steady():
@@ -154,7 +153,6 @@ class CapturedRunner:
         return self._replay(inputs)
 
     def leave(self) -> None:
-        """Copy everything in flight from graph memory to where eager ticks read it."""
         if not self.is_active:
             return
         self.is_active = False
@@ -175,7 +173,6 @@ class CapturedRunner:
         self._verify_losses(wait=True)
 
     def forget(self) -> None:
-        """Drop all graphs, as when a state is loaded."""
         self.is_active = False
         self._phases, self._num_alike = [], 0
         for _, unit in self._units():
@@ -278,7 +275,7 @@ class CapturedRunner:
         drawn: list[torch.device] = []
         counters_by_times: dict[int, list[Tensor]] = {}
 
-        def run() -> "Tick":
+        def run() -> Tick:
             # A message is in flight for several ticks, and the next inputs overwrite these.
             x, target, side = tree_map_only(Tensor, Tensor.clone, self._inputs)
             pipe.in_flight.up[0][entering] = Message(
@@ -322,7 +319,7 @@ class CapturedRunner:
         self._next = 0
         self.is_active = True
 
-    def _replay(self, inputs: Any) -> tuple[int, Tensor, Any]:
+    def _replay(self, inputs: Any) -> Tick:
         pipe, phase = self._pipe, self._phases[self._next]
         for static, leaf in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True):
             if isinstance(leaf, Tensor):
@@ -344,7 +341,7 @@ class CapturedRunner:
         self._next = (self._next + 1) % self._num_phases
         self._verify_losses(wait=False)
         # The next replay of this phase overwrites them.
-        return numbers[0], phase.loss.clone(), tree_map_only(Tensor, Tensor.clone, phase.aux)
+        return Tick(numbers[0], phase.loss.clone(), tree_map_only(Tensor, Tensor.clone, phase.aux))
 
     def _verify_losses(self, *, wait: bool) -> None:
         """Raise if a loss was NaN: at once, or a few ticks later without waiting for the device."""
@@ -397,8 +394,8 @@ class CapturedRunner:
         return [(stage, unit) for stage in self._pipe.stages for unit in stage.units]
 
 
-def make_captured(pipe: "Pipeline") -> CapturedRunner | None:
-    """Return what runs the ticks of a pipeline on a GPU as graphs, or log why they cannot be."""
+def make_captured(pipe: "Pipeline") -> Execution:
+    """Return the execution of a pipeline's ticks by CUDA graphs; log why if that is impossible."""
     for stage in pipe.stages:
         if stage.optimizer is not None:
             fuse(stage.optimizer)
@@ -406,4 +403,4 @@ def make_captured(pipe: "Pipeline") -> CapturedRunner | None:
     if against is None:
         return CapturedRunner(pipe, partial(CudaGraphs, pipe.device))
     logger.info("ticks are not captured: %s", against)
-    return None
+    return Eager()

@@ -123,9 +123,7 @@ class Watch:
         self._state.doing = doing
 
     def _error(self, reason: str) -> PipelineError:
-        error = PipelineError(reason)
-        error.is_first = reason == self._state.said
-        return error
+        return PipelineError(reason, is_first=reason == self._state.said)
 
 
 class Waiting:

@@ -9,6 +9,7 @@ and the host runs ahead. Where the host needs a result it polls, because it coul
 blocking call after a failure.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from redivider._torch_private import backend_of, default_store, prefix_store
-from redivider.errors import PipelineError
+from redivider.errors import Agreed, PipelineError
 from redivider.pipeline.runners.heartbeat import Watch
 from redivider.pipeline.runners.pending import PendingTransfer
 from redivider.pipeline.runners.process_group import Communicators, attempt, backend_for, join
@@ -71,6 +72,7 @@ class Team:
         self.device = device if self.batches else torch.device("cpu")
         """Device of the tensors that the backend sends."""
         self._on_gpu = waits_on_device(self.device)
+        self._known: Exception | None = None  # error that the other processes know
         self._progress = Progress(self.device) if self._on_gpu else NoProgress()
         self._begun: deque[list[Callable[[], None]]] = deque([[]])  # how to wait, by tick
         shared = default_store()
@@ -95,24 +97,29 @@ class Team:
     @contextmanager
     def guarding(self) -> Iterator[None]:
         """Report an error of this process to all others, and raise an error of theirs."""
+        if sys.exception() is None:
+            self._known = None  # an error keeps the memory of its frames
         try:
             self.watch.verify_well()
             yield
             self.watch.verify_well()
         except Exception as error:
-            if getattr(error, "is_agreed", False) or getattr(error, "is_told", False):
-                raise  # all ranks raise it and may continue, or an inner guard has reported it
+            if error is self._known or isinstance(error, Agreed):
+                raise
             cause = self._find_cause()
             if cause is None and not isinstance(error, PipelineError):
                 notes = ", ".join(getattr(error, "__notes__", []))
                 text = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
                 self.watch.publish(f"{self.watch.name(self.rank)}: {text}")
             self.watch.fail()
+            self._known = cause or error
             if cause is not None:
-                cause.is_told = True
                 raise cause from error
-            error.is_told = True  # type: ignore[attr-defined]
             raise
+
+    def note_agreed(self, error: Exception) -> None:
+        """Note an error that all processes raise alike, and after which they may continue."""
+        self._known = error
 
     def _find_cause(self) -> PipelineError | None:
         """Return the failure of another process that may have caused an error here, if any.
