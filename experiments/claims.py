@@ -40,7 +40,7 @@ def short(method: Method, microbatch: int = 64, accumulate: int = 2, **changes: 
         suffixes.append("probed")
     if changes.get("lookahead"):
         suffixes.append("ahead")
-    if changes.get("latency", 1) > 1:
+    if changes.get("latency", 1) != 1:
         suffixes.append(f"latency-{changes['latency']}")
     if "stages" in changes:
         suffixes.append(f"stages-{changes['stages']}")

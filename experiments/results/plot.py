@@ -49,7 +49,7 @@ def note(row: Row) -> str:
     """Return the label of a run of PETRA: its stages, or its micro-batch and latency."""
     if "-stages-" in row["run"]:
         return f"{row['stages']} stages"
-    return f"{row['microbatch']}" + (f", latency {row['latency']}" if row["latency"] > 1 else "")
+    return f"{row['microbatch']}" + (f", latency {row['latency']}" if row["latency"] != 1 else "")
 
 
 def place(row: Row) -> Row:
@@ -57,7 +57,7 @@ def place(row: Row) -> Row:
     if "-stages-" in row["run"]:
         above = (num_in_flight(row), 92.3)
         return {"xytext": above, "ha": "center", "fontsize": 7, "color": "tab:orange"}
-    below = (-6, -4 if row["latency"] > 1 else -12)
+    below = (-6, -4 if row["latency"] != 1 else -12)
     return {"xytext": below, "textcoords": "offset points", "ha": "right", "fontsize": 7}
 
 
@@ -75,7 +75,7 @@ def draw_short(rows: list[Row]) -> None:
     left.legend(fontsize=7, loc="lower right")
     swept = [row for row in rows if row["microbatch"] * row["accumulate"] == 128]
     styles = {
-        "petra": (r"petra-\d+x\d+(-latency-\d+)?", "o-", "tab:blue"),
+        "petra": (r"petra-\d+x\d+(-latency-[\d.]+)?", "o-", "tab:blue"),
         "petra, fewer stages": (r"petra-64x2-stages-\d+", "D", "tab:orange"),
         "store": (r"store-\d+x\d+", "s--", "tab:gray"),
     }

@@ -180,9 +180,9 @@ def test_clipping_by_the_norms_known_when_the_tick_began(over):
     class Raw(rd.Pipeline):
         """Checks the norm that the optimizer sees in every update."""
 
-        def _update(self, stages):
+        def _update(self, stages, others_norms):
             known = [float(stage.norm) for stage in self.stages]
-            super()._update(stages)
+            super()._update(stages, others_norms)
             for stage in stages:
                 others = sum(n**2 for j, n in enumerate(known) if j != stage.index)
                 own = float(stage.norm)

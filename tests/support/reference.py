@@ -1,7 +1,7 @@
 """PETRA and its kin, straight from the equations: explicit histories, plain autograd, no library.
 
-The full history is kept: the weights of every stage at every tick, and the input of every unit for
-every micro-batch. A method is then a choice of indices into it.
+The full history is kept: the weights of every stage in every slot (half a tick), and the input of
+every unit for every micro-batch. A method is then a choice of indices into it.
 """
 
 import copy
@@ -40,7 +40,10 @@ class Reference:
         lr_by_delay=False,
     ):
         self.units = copy.deepcopy(list(units))
-        self.J, self.k, self.latency, self.loss = len(cut), accumulate, latency, loss
+        self.J, self.k, self.loss = len(cut), accumulate, loss
+        latencies = latency if isinstance(latency, list) else [latency] * (len(cut) - 1)
+        # Halves of a tick that a message travels from stage 0 to stage j.
+        self.up = [round(2 * sum(latencies[:j])) for j in range(len(cut))]
         starts = [sum(cut[:j]) for j in range(len(cut))]
         self.stages = [list(range(s, s + size)) for s, size in zip(starts, cut, strict=True)]
         self.gradient_by, self.inverse_by = METHODS[method]
@@ -49,7 +52,7 @@ class Reference:
             parameters = [p for u in stage for p in self.units[u].parameters()]
             if parameters:
                 self.optimizers[j] = optimizer(parameters)
-        late = [2 * latency * (self.J - 1 - j) / accumulate for j in range(self.J)]  # in updates
+        late = [(self.up[-1] - up) / accumulate for up in self.up]  # in updates
         self.rates = {
             j: [float(group["lr"]) / (1 + late[j] * lr_by_delay) for group in o.param_groups]
             for j, o in self.optimizers.items()
@@ -63,24 +66,30 @@ class Reference:
 
     def reset(self):
         self.t, self.batches = 0, []
-        self.weights = []  # [tick][unit]
+        self.weights = []  # [slot][unit]
         self.used = {}  # [n, unit]: the weights of its forward
         self.inputs = {}  # [n, unit]: the input of the unit's forward
         self.outputs = {}  # [n, j]: the output of stage j's forward
         self.back = {}  # [n, j]: (output of stage j as rebuilt above, gradient of it)
 
     def tick(self, batch=None):
-        t, last = self.t, self.J - 1
         if batch is not None:
             self.batches.append(batch)
+        for slot in (2 * self.t, 2 * self.t + 1):
+            self.run_slot(slot)
+        self.t += 1
+
+    def run_slot(self, slot):
+        """Run the actions of half a tick by the weights of its beginning, then the updates."""
+        last = self.J - 1
         self.weights.append(
             [{n: p.detach().clone() for n, p in inner(u).named_parameters()} for u in self.units]
         )
         for j in range(self.J):
-            n = t - self.latency * j
-            if 0 <= n < len(self.batches):
+            n = self.microbatch(slot - self.up[j])
+            if n is not None:
                 x = self.batches[n][0] if j == 0 else self.outputs[n, j - 1]
-                weights = self.look_ahead(j, n) if self.lookahead else self.weights[t]
+                weights = self.look_ahead(j, n) if self.lookahead else self.weights[-1]
                 for u in self.stages[j]:
                     self.inputs[n, u], self.used[n, u] = x, weights[u]
                     x = run_unit(self.units[u], weights[u], x)
@@ -90,14 +99,18 @@ class Reference:
                     loss = self.loss(leaves, self.batches[n][1])
                     self.losses.append(loss.item())
                     self.back[n, j] = (_detach(x), _grad(loss, _tuple(leaves)))
-        for j in range(self.J):
-            n = t - self.latency * (2 * last - j)
-            if 0 <= n < len(self.batches):
+                    self.take_back(j, n)
+        for j in range(last):
+            n = self.microbatch(slot - (2 * self.up[-1] - self.up[j]) - 1)
+            if n is not None:
                 self.take_back(j, n)
         for j in range(self.J):
             if self.counts[j] == self.k:
                 self.update(j)
-        self.t += 1
+
+    def microbatch(self, slots):
+        """Return the micro-batch that entered so many slots after the first one, if any."""
+        return slots // 2 if slots % 2 == 0 and 0 <= slots // 2 < len(self.batches) else None
 
     def look_ahead(self, j, n):
         """Return the stage's weights after the updates that come before the backward of n.
@@ -121,16 +134,15 @@ class Reference:
         }
 
     def take_back(self, j, n):
-        now = self.t
         value, grads = self.back[n, j]
         for u in reversed(self.stages[j]):
             unit = self.units[u]
             then = self.used[n, u]
-            weights = self.weights[now][u] if self.gradient_by == "now" else then
+            weights = self.weights[-1][u] if self.gradient_by == "now" else then
             x = self.inputs[n, u]
             if isinstance(unit, rd.Coupling) and self.inverse_by is not None:
                 c, a = value
-                inverse = self.weights[now][u] if self.inverse_by == "now" else then
+                inverse = self.weights[-1][u] if self.inverse_by == "now" else then
                 x = (a, c - functional_call(unit.f, inverse, (a,)).detach())
             leaves, named = _leaves(x), {k: w.clone().requires_grad_() for k, w in weights.items()}
             y = _tuple(run_unit(unit, named, leaves))
@@ -158,7 +170,7 @@ class Reference:
         self.updates[j] += 1
 
     def flush(self):
-        while self.t < len(self.batches) + 2 * self.latency * (self.J - 1):
+        while self.t < len(self.batches) + self.up[-1]:
             self.tick()
         self.reset()
 

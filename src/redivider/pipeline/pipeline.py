@@ -1,8 +1,7 @@
 """A pipeline in one process: every stage, tick by tick. The reference for all other runners.
 
-In every tick a stage runs the forward of a new micro-batch and the backward of an old one, by the
-weights that it had when the tick began. Then the stages that have run `accumulate` backward passes
-update. The order is schedule.py's.
+In every tick a stage runs the forward of a new micro-batch and the backward of an old one. A stage
+that has run `accumulate` backward passes updates. The order is schedule.py's.
 
     caller --step--> inbox 0 --F0--> inbox 1 --F1--> ... inbox J-1 --F, loss--+
                      inbox 0 <--B1-- inbox 1 <--B2-- ... inbox J-1 <----------+
@@ -32,7 +31,7 @@ from redivider.pipeline.runners.inputs import CallerTensors, verify_inputs, veri
 from redivider.pipeline.runners.prefetch import Prefetch
 from redivider.pipeline.runners.tick_context import EagerTick, TickContext
 from redivider.pipeline.runners.transport import InProcess, Transport
-from redivider.pipeline.schedule import Action, Schedule
+from redivider.pipeline.schedule import Action, Schedule, resolve_latency
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.loss import Loss
 from redivider.pipeline.stages.placement import (
@@ -78,7 +77,9 @@ class Pipeline:
             Without it the optimizers' own rates count, and the caller may set them at any time
             (except with `lookahead`, which must know future rates: then they stay constant).
         lr_by_delay: Divide a stage's learning rate by 1 + the updates that its gradients are late.
-        latency: Ticks that a message travels between neighbouring stages.
+        latency: Ticks that a message travels between neighbouring stages: a multiple of 0.5, or a
+            list with one for every pair of neighbours. At 0.5 gradients are half as late as at 1,
+            and a slow transfer or stage is not hidden.
         lookahead: "momentum" to run the forward by the weights that momentum predicts for the time
             of the backward (SGD with momentum, Adam, AdamW). Needs a copy of the weights of every
             stage but the last.
@@ -110,7 +111,7 @@ class Pipeline:
         accumulate: int = 1,
         lr_lambda: Callable[[int], float] | None = None,
         lr_by_delay: bool = False,
-        latency: int = 1,
+        latency: float | Sequence[float] = 1,
         lookahead: Literal["momentum"] | None = None,
         arithmetic: str | Arithmetic = "float",
         message_dtype: torch.dtype | None = None,
@@ -134,12 +135,12 @@ class Pipeline:
         units = units_of(model)
         self.method = resolve_method(method)
         self.accumulate = int(accumulate)
-        self.latency = int(latency)
         self.seed = torch.initial_seed() if seed is None else index(seed)
         self.arithmetic = resolve_arithmetic(arithmetic)
         self.packing = Packing(message_dtype)
         self.cut, self._loads = resolve_cut(units, stages, example)
         self.balance = balance_of(self._loads)
+        self.latency = resolve_latency(latency, len(self.cut))
         self.schedule = Schedule(len(self.cut), self.latency)
         self.lookahead = lookahead
         self._factor, self._lr_by_delay = lr_lambda, lr_by_delay
@@ -242,7 +243,8 @@ class Pipeline:
         self.in_flight.restart()
         if update:
             with self._stopping(), without_autocast(self.device):
-                self._update([stage for stage in self.stages if stage.num_pending])
+                norms = self._transport.norms(self.stages)
+                self._update([stage for stage in self.stages if stage.num_pending], norms)
         return [tick for tick in ticks if tick.microbatch is not None]
 
     @torch.no_grad()
@@ -330,31 +332,42 @@ class Pipeline:
         return InProcess(self.in_flight, self.packing, self._caller_tensors)
 
     def _run_tick(self) -> Tick:
-        result, t = Tick(), self.in_flight.tick
+        result, flight = Tick(), self.in_flight
+        t, entered = flight.tick, flight.entered
         self._transport.begin_tick()
+        norms: list[Tensor] | None = None
         # Units enter the autocast of their own micro-batch. Backward passes and updates run without
         # it, as in plain training, whether the caller is under autocast or not.
         with self._stopping(), without_autocast(self.device):
-            flight = self.in_flight
-            for kind, j, local in self.schedule.actions(flight.tick, flight.entered):
-                if j not in self._own:
-                    continue
-                n = flight.first + local
-                start = time.perf_counter()
-                with self._tick_context.lane(kind, j):
-                    if kind == "F":
-                        result = self._forward(j, n) or result
-                    else:
-                        self._backward(j, n)
-                if self.observer is not None:
-                    self.observer(Action(kind, j, n), start)
-            flight.tick += 1
-            self._transport.end_tick()
-            self._update([s for s in self.stages if s.num_pending >= self.accumulate])
+            for group, actions in enumerate(self.schedule.groups(t, entered)):
+                for action in actions:
+                    if action.stage in self._own:
+                        result = self._run_action(action) or result
+                if group == self.schedule.num_groups - 1:
+                    flight.tick += 1
+                self._transport.exchange(t, group)
+                if norms is None:
+                    norms = self._transport.norms(self.stages)  # those known when the tick began
+                self._update([s for s in self.stages if s.num_pending >= self.accumulate], norms)
         return self._transport.share(result, t)
+
+    def _run_action(self, action: Action) -> Tick | None:
+        """Run a forward or a backward; return the loss, if it was computed."""
+        kind, j, n = action.kind, action.stage, self.in_flight.first + action.microbatch
+        start = time.perf_counter()
+        result = None
+        with self._tick_context.lane(kind, j):
+            if kind == "F":
+                result = self._forward(j, n)
+            else:
+                self._backward(j, n)
+        if self.observer is not None:
+            self.observer(Action(kind, j, n), start)
+        return result
 
     def _forward(self, j: int, n: int) -> Tick | None:
         stage, message = self._stage(j), self._transport.fetch("up", j, n)
+        self._tick_context.hold(message)
         if self._probe is None:
             message = stage.run_forward(message)
         else:
@@ -370,6 +383,7 @@ class Pipeline:
 
     def _backward(self, j: int, n: int) -> None:
         stage, message = self._stage(j), self._transport.fetch("down", j, n)
+        self._tick_context.hold(message)
         watching = (
             nullcontext() if self._probe is None else self._probe.watching_backward(stage, message)
         )
@@ -379,8 +393,8 @@ class Pipeline:
             self._transport.deliver("down", j - 1, message)
         self._transport.forget(j, n)
 
-    def _update(self, stages: Sequence[Stage]) -> None:
-        norms = self._transport.norms(self.stages)  # those known when the tick began
+    def _update(self, stages: Sequence[Stage], norms: Sequence[Tensor]) -> None:
+        """Update stages; `norms` are those of the gradients of all stages."""
         for stage in stages:
             others = [norm for j, norm in enumerate(norms) if j != stage.index]
             with self._tick_context.lane("U", stage.index):

@@ -113,7 +113,7 @@ def measure_depths(recipe: Recipe) -> dict[int, int]:
         engine = build(deep)
         if isinstance(engine, PipelineEngine):
             # Fill the pipeline: it holds most when all stages have micro-batches in flight.
-            for step in range(2 * deep.latency * len(engine.pipe.stages)):
+            for step in range(engine.pipe.schedule.num_in_flight + 2):
                 engine.step(*engine.task.train[step])
         held = engine.holdings()
         assert held is not None, "the pipeline is full"

@@ -55,8 +55,8 @@ class Recipe:
     """Dtype of messages between stages; int8 has a scale per sample."""
     timeout: float = 300.0
     """Seconds that a process waits for another one before the run ends."""
-    latency: int = 1
-    """Ticks that a message takes between stages."""
+    latency: float = 1
+    """Ticks that a message takes between stages, a multiple of 0.5."""
     lookahead: Literal["momentum"] | None = None
     """Run the forwards of a pipeline with predicted weights."""
     lr_by_delay: bool = False
@@ -139,6 +139,8 @@ class Recipe:
         reserved = _NOT_OPTIONS if self.data == "imagenet" else {*_NOT_OPTIONS, "image_size"}
         for name in sorted(reserved & self.model_options.keys()):
             raise TrainError(f"model_options may not have {name}: it follows from the other fields")
+        if 2 * self.latency % 1:
+            raise TrainError(f"latency must be a multiple of 0.5, got {self.latency!r}")
         if len(set(self.compare)) < len(self.compare):
             raise TrainError(f"compare names a method twice: {', '.join(self.compare)}")
 
@@ -157,7 +159,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     **dict.fromkeys(("microbatch", "accumulate", "log_every", "context"), (1, 10**9, False)),
     "compare_depths": (1, 10**6, False),
     "depths": (1, 10**6, False),
-    "latency": (1, 1000, False),
+    "latency": (0.5, 1000, False),
     "replicas": (1, 10**6, False),
     "timeout": (0, 10**6, True),
     "epochs": (0, 10**6, True),

@@ -29,8 +29,8 @@ def test_the_batches_of_neighbours_mirror_each_other(stages, latency):
     for entered in (1, 2 * stages):
         for t in range(schedule.num_ticks(entered) + 1):
             for spread in spreads(stages):
-                out = [schedule.sent(t, own, entered) for own in spread]
-                into = [schedule.received(t, own, entered) for own in spread]
+                out = [schedule.sent(t, 0, own, entered) for own in spread]
+                into = [schedule.received(t, 0, own, entered) for own in spread]
                 for place in range(len(spread) - 1):
                     ups = [leg for leg in out[place] if leg.direction == "up"]
                     downs = [leg for leg in out[place + 1] if leg.direction == "down"]
@@ -47,7 +47,7 @@ def test_the_batches_of_neighbours_mirror_each_other(stages, latency):
 def test_a_message_is_read_a_latency_after_its_tick(latency):
     schedule, own, entered = Schedule(4, latency), range(1, 3), 9
     for t in range(schedule.num_ticks(entered)):
-        for direction, stage, microbatch in schedule.received(t, own, entered):
+        for direction, stage, microbatch in schedule.received(t, 0, own, entered):
             kind = "F" if direction == "up" else "B"
             due = schedule.actions(t + latency, entered)
             assert (kind, stage, microbatch) in due
@@ -57,7 +57,7 @@ def test_a_tick_that_sends_something_else_is_refused():
     team: Any = SimpleNamespace(batches=True, place=0, is_last=True)
     mail = Mail(team, range(1), Schedule(2), Packing(None), torch.device("cpu"))
     with pytest.raises(RuntimeError, match="defect"):
-        mail.exchange(0, 1)  # without the message to stage 1
+        mail.exchange(0, 0, 1)  # without the message to stage 1
 
 
 def test_side_inputs_travel_from_where_streams_are():

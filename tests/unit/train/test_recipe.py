@@ -53,6 +53,8 @@ def test_every_row_of_table_2_is_there():
         ({"betas": [0.9]}, "betas must be"),
         ({"model_options": {"depth": [1]}}, "model_options must be"),
         ({"stages": "some"}, "stages must be"),
+        ({"latency": 0.7}, "latency must be a multiple of 0.5"),
+        ({"latency": 0}, "latency must be 0.5 or more"),
         ({"compile": "yes"}, "compile must be bool"),
     ],
 )

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from redivider.pipeline.schedule import Action, Schedule
+from redivider.pipeline.schedule import Action, Latency, Schedule
 
 
 def draw(
     stages: int,
     *,
-    latency: int = 1,
+    latency: Latency = 1,
     ticks: int | None = None,
     num_microbatches: int | None = None,
 ) -> str:
@@ -45,7 +45,7 @@ def draw(
 
 
 def planned_spans(
-    stages: int, *, latency: int = 1, num_microbatches: int, backward: float = 3.0
+    stages: int, *, latency: Latency = 1, num_microbatches: int, backward: float = 3.0
 ) -> dict[Action, tuple[float, float]]:
     """Return start and end of every action, if a forward takes 1 and all stages are alike.
 
@@ -56,11 +56,18 @@ def planned_spans(
         backward: Time of a backward.
     """
     schedule, length = Schedule(stages, latency), 1.0 + backward
-    spans = {}
+    spans: dict[Action, tuple[float, float]] = {}
+    free_at = [0.0] * stages
     for t in range(schedule.num_ticks(num_microbatches)):
         for action in schedule.actions(t, num_microbatches):
-            start = t * length + (0.0 if action.kind == "F" else 1.0)
-            spans[action] = (start, start + (1.0 if action.kind == "F" else backward))
+            kind, stage, n = action
+            if schedule.num_groups == 1:  # in lock step
+                start = t * length + (0.0 if kind == "F" else 1.0)
+            else:  # as soon as the stage is free and the message has come
+                sender = Action(kind, stage - 1 if kind == "F" else stage + 1, n)
+                start = max(free_at[stage], spans.get(sender, (0.0, 0.0))[1])
+            free_at[stage] = start + (1.0 if kind == "F" else backward)
+            spans[action] = (start, free_at[stage])
     return spans
 
 

@@ -1,8 +1,9 @@
 """Runner of captured ticks: a steady pipeline as CUDA graphs, with its stages side by side.
 
-Time in a tick. No stage reads what another stage computes in the same tick, and a stage's forward
-reads nothing that its backward computes. So each of them is a branch of the graph. An update waits
-for both branches of its stage. With three stages and latency 1, when micro-batch n enters:
+Time in a tick. With whole latencies no stage reads what another stage computes in the same tick,
+and a stage's forward reads nothing that its backward computes. So each of them is a branch of the
+graph. An update waits for both branches of its stage. With three stages and latency 1, when
+micro-batch n enters:
 
     main    copy inputs --+                                     +-- count batches
     lane 0                +-- stage 0: F n --------+            |
@@ -57,6 +58,7 @@ from redivider.pipeline.runners.cuda_graphs import CudaGraphs, Graphs
 from redivider.pipeline.runners.execution import Eager, Execution
 from redivider.pipeline.runners.recording import NONE, Recording
 from redivider.pipeline.runners.tick_state import TickState
+from redivider.pipeline.schedule import KINDS
 from redivider.pipeline.stages.fused_optimizer import fuse, has_hooks
 from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.ring_buffer import Ring
@@ -88,8 +90,8 @@ class Phase:
     entering: int
     """Micro-batch that entered while the phase was recorded."""
     updates: list[Stage]
-    num_ahead: list[int]
-    """Number of updates that each stage looks ahead."""
+    ahead: list[tuple[int, int]]
+    """Updates of each stage before its forward, and number of updates that this looks ahead."""
     draws_on: torch.device | None
     """Device on which random numbers are drawn, if any are."""
     state: TickState
@@ -162,8 +164,8 @@ class CapturedRunner(Execution):
         device = self._control.device
         for stage, unit in self._units():
             like = self._kept_like[unit]
-            last = entered - pipe.latency * stage.index
-            first = last - pipe.schedule.delay(stage.index) + 1
+            last = entered - pipe.schedule.lag("F", stage.index)
+            first = last - pipe.schedule.num_kept(stage.index) + 1
             ring, unit.ring = unit.ring, None
             unit.kept = {
                 n: unit.revive(like, n, device, ring.get(n) if ring else None)
@@ -231,7 +233,7 @@ class CapturedRunner(Execution):
         # A new recorder for every recording: a pool cannot reuse the memory of dropped graphs.
         self._graphs = self._make_graphs(2 * len(pipe.stages))
         self._recording = Recording(
-            self._graphs, len(pipe.stages), self._num_phases, self._control.microbatch
+            self._graphs, pipe.schedule, self._num_phases, self._control.microbatch
         )
         self._pending = [stage.num_pending for stage in pipe.stages]
         self._rings = {
@@ -253,18 +255,18 @@ class CapturedRunner(Execution):
 
     def _numbers(self, entering: int) -> list[int]:
         """Return the numbers that a tick needs: micro-batch of its loss, and slots of rings."""
-        pipe, last = self._pipe, len(self._pipe.stages) - 1
-        numbers = [entering - pipe.latency * last]
+        schedule = self._pipe.schedule
+        numbers = [entering - schedule.lag("F", schedule.num_stages - 1)]
         for stage, ring in self._rings.values():
-            forward, backward = stage.index, 2 * last - stage.index
-            numbers += [ring.slot(entering - pipe.latency * hops) for hops in (forward, backward)]
+            lags = [schedule.lag(kind, stage.index) for kind in KINDS]
+            numbers += [ring.slot(entering - lag) for lag in lags]
         return numbers
 
     def _record_phase(self, entering: int, start: TickState) -> Phase:
         pipe = self._pipe
         before = [stage.num_updates for stage in pipe.stages]
         self._recording.phase = len(self._phases)
-        num_ahead = [stage.num_ahead for stage in pipe.stages]
+        num_ahead = [stage.num_ahead for stage in pipe.stages]  # when the tick begins
         for stage in pipe.stages:
             stage.forget_prediction()
             if stage.optimizer is not None:
@@ -287,6 +289,7 @@ class CapturedRunner(Execution):
                 tick = pipe._run_tick()
             drawn.extend(draws)
             self._graphs.join()
+            self._recording.release()
             # A counter of a layer that two units share is in the list twice.
             for counter, times in Counter(counters).items():
                 counters_by_times.setdefault(times, []).append(counter)
@@ -301,8 +304,10 @@ class CapturedRunner(Execution):
         updates = [
             stage for stage, num in zip(pipe.stages, before, strict=True) if stage.num_updates > num
         ]
+        done = [s in updates and pipe.schedule.runs_backward_first(s.index) for s in pipe.stages]
+        ahead = [(int(d), max(0, num - d)) for d, num in zip(done, num_ahead, strict=True)]
         state, draws_on = TickState.of(pipe), drawn[0] if drawn else None
-        return Phase(replay, tick.loss, tick.aux, entering, updates, num_ahead, draws_on, state)
+        return Phase(replay, tick.loss, tick.aux, entering, updates, ahead, draws_on, state)
 
     def _enter(self) -> None:
         """Copy everything in flight to where the first phase reads it."""
@@ -326,7 +331,7 @@ class CapturedRunner(Execution):
                 static.copy_(leaf.detach(), non_blocking=True)
         entering = pipe.in_flight.next
         numbers = self._numbers(entering)
-        self._control.send(numbers, phase.updates, phase.num_ahead)
+        self._control.send(numbers, phase.updates, phase.ahead)
         self._refresh_casts()
         with replayed_from(self._oldest(entering), pipe.seed, phase.draws_on):
             phase.replay()

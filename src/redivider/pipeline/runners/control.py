@@ -50,7 +50,7 @@ class Control:
         # Steps of the optimizer before the first update of its stage, by group.
         self._extra_steps: dict[Stage, list[int]] = {}
         # Notes the initial rates in the groups, before tensors take their place.
-        self._compute_rates([], [0] * len(pipe.stages))
+        self._compute_rates([], [(0, 0)] * len(pipe.stages))
         self._group_rates = list(zip(groups, self._rates, strict=False))
         self._take_rates()
         for stage in pipe.stages:
@@ -77,19 +77,22 @@ class Control:
                 if stage.ahead is not None:
                     stage.ahead.coefficients = None
 
-    def send(self, numbers: Sequence[int], due: Sequence[Stage], num_ahead: Sequence[int]) -> None:
+    def send(
+        self, numbers: Sequence[int], due: Sequence[Stage], ahead: Sequence[tuple[int, int]]
+    ) -> None:
         """Fill all tensors before the next launch, without waiting for the device.
 
         Args:
             numbers: Micro-batch whose loss the tick computes, and the slots of ring buffers.
             due: Stages that update in this tick.
-            num_ahead: Number of updates that each stage looks ahead.
+            ahead: Updates of each stage before its forward in this tick, and number of updates that
+                the forward looks ahead.
         """
         _send(numbers, self._numbers)
         if self._pipe._factor is None:
             self._take_rates()
             return
-        rates = self._compute_rates(due, num_ahead)
+        rates = self._compute_rates(due, ahead)
         if (rates, self._rates._version) != self._sent:  # a caller may have set a rate in place
             _send(rates, self._rates)
             self._sent = rates, self._rates._version
@@ -100,24 +103,25 @@ class Control:
             if group["lr"] is not rate:
                 group["lr"] = rate.fill_(group["lr"])
 
-    def _compute_rates(self, due: Sequence[Stage], num_ahead: Sequence[int]) -> list[float]:
+    def _compute_rates(self, due: Sequence[Stage], ahead: Sequence[tuple[int, int]]) -> list[float]:
         """Return all learning rates, then all coefficients of predictions.
 
         A stage that does not update in this tick keeps the rate of its last update.
         """
         rates: list[float] = []
-        ahead: list[list[float]] = []
+        predictions: list[list[float]] = []
         if self._pipe._factor is None:
             return []  # the caller sets them
-        for stage, num in zip(self._pipe.stages, num_ahead, strict=True):
+        for stage, (before, num) in zip(self._pipe.stages, ahead, strict=True):
             update = max(0, stage.num_updates - (stage not in due))
             rates += stage.rates(self._pipe._factor(update))
             rows: list[list[float]] = [[] for _ in stage.groups]
             if num and stage.optimizer is not None:
-                done = [extra + stage.num_updates for extra in self._extra_steps[stage]]
-                rows = coefficients(stage.optimizer, stage.factors(num), done)
-            ahead += [(row + [0.0] * NUM_AHEAD)[:NUM_AHEAD] for row in rows]
-        return [*rates, *(number for row in ahead for number in row)]
+                first = stage.num_updates + before
+                done = [extra + first for extra in self._extra_steps[stage]]
+                rows = coefficients(stage.optimizer, stage.factors(first, num), done)
+            predictions += [(row + [0.0] * NUM_AHEAD)[:NUM_AHEAD] for row in rows]
+        return [*rates, *(number for row in predictions for number in row)]
 
 
 def _send(values: Sequence[float], target: Tensor) -> None:

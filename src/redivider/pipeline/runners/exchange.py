@@ -49,7 +49,7 @@ class Mail:
         self._outgoing: dict[Direction, Outgoing] = {}
         self._sent: list[Direction] = []  # in this tick
         self._num_evaluated = Counter[str]()
-        most = 2 * schedule.latency
+        most = 2 * schedule.max_ticks
         if team.place > 0:
             below = team.ranks[team.place - 1]
             self._incoming["up"] = Incoming(post, team, packing, below, "up", device)
@@ -70,7 +70,8 @@ class Mail:
         Micro-batches are counted since the pipeline was empty; `entered` is how many have entered.
         """
         for t in ticks:
-            yield from self._schedule.received(t, self._own, entered)
+            for group in range(self._schedule.num_groups):
+                yield from self._schedule.received(t, group, self._own, entered)
 
     def expect(self, legs: Iterator[Leg]) -> None:
         """Post receives early, if the backend matches by tag."""
@@ -90,24 +91,24 @@ class Mail:
         (value, grads), (dtype, side) = self._incoming[direction].take()
         return Flow(value, dtype_of(dtype)), grads, side
 
-    def exchange(self, t: int, entered: int) -> None:
-        """Start the batch of a tick, if the backend matches by order: its sends and receives."""
+    def exchange(self, t: int, group: int, entered: int) -> None:
+        """Start the batch of a group of actions, if the backend matches by order."""
         directions, self._sent = self._sent, []
         if not self._team.batches:
             return
-        due = self._schedule.sent(t, self._own, entered)
+        due = self._schedule.sent(t, group, self._own, entered)
         if directions != [leg.direction for leg in due]:  # receives would match other messages
             raise RuntimeError(
                 f"tick {t} sent {directions} and not {due}; this is a defect of redivider"
             )
-        for leg in self.arriving(range(t, t + 1), entered):
+        for leg in self._schedule.received(t, group, self._own, entered):
             self._incoming[leg.direction].post_next()
         self._post.exchange()
         self.catch_up()
 
     def catch_up(self) -> None:
         """Wait for old transfers: the host runs ahead of the GPU by at most latency + 2 ticks."""
-        self._team.catch_up(self._schedule.latency + 2)
+        self._team.catch_up(self._schedule.num_groups * (self._schedule.max_ticks + 2))
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""

@@ -78,9 +78,9 @@ class BetweenProcesses(Transport):
         return message
 
     def begin_tick(self) -> None:
-        t, latency = self._in_flight.tick, self._in_flight.schedule.latency
+        t = self._in_flight.tick
         self._team.watch.note(f"tick {self._in_flight.first + t}")
-        self.mail.expect(self._arriving(range(t - latency, t + latency)))
+        self.mail.expect(self._arriving(t + self._in_flight.schedule.max_ticks))
 
     def deliver(self, direction: Direction, stage: int, message: Message) -> None:
         if stage in self._own:
@@ -96,15 +96,13 @@ class BetweenProcesses(Transport):
         if stage == self._own[0]:
             del self._contexts[n]
 
-    def end_tick(self) -> None:
-        self.mail.exchange(self._in_flight.tick - 1, self._in_flight.entered)
+    def exchange(self, t: int, group: int) -> None:
+        self.mail.exchange(t, group, self._in_flight.entered)
 
     def drain(self) -> None:
         """Receive all messages in flight, so that inboxes hold what they hold in one process."""
         flight = self._in_flight
-        for direction, stage, local in self._arriving(
-            range(flight.tick - flight.schedule.latency, flight.tick)
-        ):
+        for direction, stage, local in self._arriving(flight.tick):
             n = flight.first + local
             flight.inbox(direction, stage)[n] = self._receive(direction, n)
         self.mail.finish()
@@ -164,11 +162,13 @@ class BetweenProcesses(Transport):
             return tick
         return Tick(self._in_flight.first + local, loss.to(self._device))
 
-    def _arriving(self, ticks: range) -> Iterator[Leg]:
-        """Yield the messages that are sent here in these ticks and have not been received."""
+    def _arriving(self, end: int) -> Iterator[Leg]:
+        """Yield the messages sent here before tick `end` that have not been received."""
         flight = self._in_flight
+        ticks = range(flight.tick - flight.schedule.max_ticks, end)
         for leg in self.mail.arriving(ticks, flight.entered):
-            if flight.first + leg.microbatch not in flight.inbox(leg.direction, leg.stage):
+            is_here = flight.first + leg.microbatch in flight.inbox(leg.direction, leg.stage)
+            if not is_here and not flight.schedule.is_read(leg, flight.tick):
                 yield leg
 
     def _receive(self, direction: Direction, n: int) -> Message:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from redivider.pipeline.runners.cuda_graphs import Graphs
 from redivider.pipeline.runners.tick_context import Kind, TickContext
+from redivider.pipeline.schedule import Schedule
+from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.stage import Stage
 
 NONE = 2**62  # larger than any micro-batch index
@@ -17,24 +19,26 @@ class Recording(TickContext):
     """Context of ticks that are recorded, one phase after the other.
 
     A stage has two lanes, because its forward and its backward belong to different micro-batches.
-    Its update comes after both. The last stage has only one: there the backward follows the
-    forward of the same micro-batch.
+    The last stage has only one: there the backward follows the forward of the same micro-batch. The
+    update changes weights that the forward reads, so it comes after the forward, or before it where
+    the schedule says so. Lanes of neighbours depend on each other only if a message is read in the
+    tick that sends it.
 
     A loss that is NaN or infinite sets a flag on the device. The flag stops all later updates:
     those of the last stage in the same tick, those of the other stages from the next tick on.
 
     Args:
         graphs: Recorder of the lanes.
-        num_stages: Number of stages.
+        schedule: Schedule of the pipeline.
         num_phases: Number of recorded ticks; each has a flag of its own.
         microbatch: One number on the device: the micro-batch whose loss the tick computes.
     """
 
     def __init__(
-        self, graphs: Graphs, num_stages: int, num_phases: int, microbatch: Tensor
+        self, graphs: Graphs, schedule: Schedule, num_phases: int, microbatch: Tensor
     ) -> None:
-        self._graphs = graphs
-        self._num_stages = num_stages
+        self._graphs, self._schedule = graphs, schedule
+        self._held: list[Message] = []
         self._microbatch = microbatch
         device = microbatch.device
         self._faults = [torch.zeros((), device=device) for _ in range(num_phases)]
@@ -43,12 +47,31 @@ class Recording(TickContext):
         self.phase = 0
 
     def lane(self, kind: Kind, stage: int) -> AbstractContextManager[Any]:
-        forward, backward = stage, self._num_stages + stage
-        if stage == self._num_stages - 1:
-            forward = backward
-        if kind == "U":  # the forward reads the weights that the update changes
-            self._graphs.wait(backward, forward)
+        schedule, wait = self._schedule, self._graphs.wait
+        forward, backward = self._lane("F", stage), self._lane("B", stage)
+        if kind == "U":
+            wait(backward, forward)
+        elif kind == "F":
+            if schedule.runs_backward_first(stage):
+                wait(forward, backward)  # for the update
+            if stage > 0 and schedule.is_read_at_once("up", stage):
+                wait(forward, self._lane("F", stage - 1))
+        elif stage < schedule.num_stages - 1 and schedule.is_read_at_once("down", stage):
+            wait(backward, self._lane("B", stage + 1))
         return self._graphs.lane(forward if kind == "F" else backward)
+
+    def _lane(self, kind: Kind, stage: int) -> int:
+        last = self._schedule.num_stages - 1
+        return stage if kind == "F" and stage < last else last + 1 + stage
+
+    def hold(self, message: Message) -> None:
+        """Keep a message until the tick ends: its memory belongs to the lane that sent it."""
+        if self._schedule.num_groups > 1:
+            self._held.append(message)
+
+    def release(self) -> None:
+        """Release what was held, when all lanes have joined."""
+        self._held.clear()
 
     def guard(self, loss: Tensor, microbatch: int) -> None:
         loss = loss.detach()
@@ -67,4 +90,5 @@ class Recording(TickContext):
 
         Only the last stage reads the flag of its own tick. The others run beside it.
         """
-        return self._faults[self.phase if stage == self._num_stages - 1 else self.phase - 1]
+        is_last = stage == self._schedule.num_stages - 1
+        return self._faults[self.phase if is_last else self.phase - 1]

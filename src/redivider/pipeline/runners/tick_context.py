@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.stage import Stage
 
 Kind: TypeAlias = Literal["F", "B", "U"]  # forward, backward, update
@@ -22,6 +23,10 @@ class TickContext(ABC):
     @abstractmethod
     def lane(self, kind: Kind, stage: int) -> AbstractContextManager[Any]:
         """Return the context in which a stage's forward, backward or update runs."""
+
+    @abstractmethod
+    def hold(self, message: Message) -> None:
+        """Keep a message that was read for as long as its memory must not be used again."""
 
     @abstractmethod
     def guard(self, loss: Tensor, microbatch: int) -> None:
@@ -37,6 +42,9 @@ class EagerTick(TickContext):
 
     def lane(self, kind: Kind, stage: int) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def hold(self, message: Message) -> None:
+        pass
 
     def guard(self, loss: Tensor, microbatch: int) -> None:
         if not torch.isfinite(loss):

@@ -4,8 +4,8 @@ A tick calls it in this order, whatever moves the messages:
 
     enter                             a new micro-batch, before the tick
     begin_tick
-      fetch, run a stage, deliver     for every action of the schedule
-    end_tick                          then the stages update
+      fetch, run a stage, deliver     for every action of a group
+      exchange                        after the group; then stages update
     share                             the loss, after the tick
 """
 
@@ -70,8 +70,8 @@ class Transport(ABC):
         """Forget a micro-batch whose backward is done in a stage."""
 
     @abstractmethod
-    def end_tick(self) -> None:
-        """Exchange the messages of a tick, after its actions and before its updates."""
+    def exchange(self, t: int, group: int) -> None:
+        """Exchange the messages of a group of actions of tick t, before the updates."""
 
     @abstractmethod
     def share(self, tick: Tick, t: int) -> Tick:
@@ -119,7 +119,7 @@ class InProcess(Transport):
     def forget(self, stage: int, n: int) -> None:
         pass
 
-    def end_tick(self) -> None:
+    def exchange(self, t: int, group: int) -> None:
         pass
 
     def share(self, tick: Tick, t: int) -> Tick:

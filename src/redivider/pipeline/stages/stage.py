@@ -229,10 +229,9 @@ class Stage:
         # All micro-batches in flight in this stage have their backward before.
         return (self.num_pending + len(self.units[0].kept)) // self.ahead.accumulate
 
-    def factors(self, num: int) -> list[float]:
-        """Return the factors of the learning rate for the next `num` updates."""
+    def factors(self, first: int, num: int) -> list[float]:
+        """Return the factors of the learning rate for `num` updates from the first one on."""
         assert self.ahead is not None
-        first = self.num_updates
         return [self.ahead.factor(update) for update in range(first, first + num)]
 
     def forget_prediction(self) -> None:
@@ -253,7 +252,9 @@ class Stage:
             self.forget_prediction()  # free its memory before the new one is allocated
             prediction = Prediction(0, {})
             if num:
-                prediction = predict(self.optimizer, self.factors(num), self.ahead.coefficients)
+                prediction = predict(
+                    self.optimizer, self.factors(self.num_updates, num), self.ahead.coefficients
+                )
             self._predicted = (key, prediction)
         return prediction
 

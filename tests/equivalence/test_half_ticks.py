@@ -1,0 +1,147 @@
+"""Messages that travel for halves of a tick: eager, captured and over processes, by one schedule.
+
+The weights follow the equations, and all runners agree to the last bit.
+"""
+
+import pytest
+import torch
+from support import captured
+from support.oracle import equal
+from support.pipelines import CUTS, batches, build, network, refer
+from support.processes import equalities
+from support.reference import METHODS
+from support.stateful import build as build_stateful
+from support.stateful import feed
+
+import redivider as rd
+
+SLOW = pytest.mark.slow
+BOUND = 1e-12
+
+
+def follow(cut, method, accumulate, latency, **options) -> float:
+    """Run the pipeline and the reference; return the largest distance of their weights."""
+    model = network()
+    reference = refer(model, cut, method, accumulate, latency, "sgd", **options)
+    pipe = build(rd.Pipeline, model, cut, method, accumulate, latency, "sgd", **options)
+    losses, distances = [], []
+    for number in (pipe.schedule.num_in_flight + 5 * accumulate + 1, 5):
+        for x, target in batches(number):
+            reference.tick((x, target))
+            losses.append(pipe.step(x, target).loss)
+        distances.append(distance(model, reference))
+        reference.flush()
+        losses += [tick.loss for tick in pipe.flush()]
+        distances.append(distance(model, reference))
+    known = [loss.item() for loss in losses if loss is not None]
+    assert known == pytest.approx(reference.losses, rel=1e-11)
+    assert [stage.num_updates for stage in pipe.stages] == reference.updates
+    return max(distances)
+
+
+def distance(model, reference) -> float:
+    true = reference.parameters()
+    pairs = [(param.detach(), true[name].detach()) for name, param in model.named_parameters()]
+    return max(float((param - other).norm() / other.norm()) for param, other in pairs)
+
+
+@pytest.mark.parametrize(
+    "stages, accumulate, latency",
+    [
+        (1, 2, 0.5),
+        (2, 1, 0.5),
+        (3, 2, 1.5),
+        (5, 3, 0.5),
+        pytest.param(3, 3, 2.5, marks=SLOW),
+        pytest.param(5, 1, 1.5, marks=SLOW),
+        pytest.param(5, 2, 2.5, marks=SLOW),
+        pytest.param(10, 2, 0.5, marks=SLOW),
+    ],
+)
+def test_petra(stages, accumulate, latency):
+    assert follow(CUTS[stages], "petra", accumulate, latency) <= BOUND
+
+
+@SLOW
+@pytest.mark.parametrize("stages, accumulate, latency", [(3, 2, 1.5), (5, 3, 0.5), (2, 1, 2.5)])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "petra"])
+def test_other_methods(method, stages, accumulate, latency):
+    assert follow(CUTS[stages], method, accumulate, latency) <= BOUND
+
+
+@pytest.mark.parametrize("latency", [[0.5, 1], [1.5, 0.5], pytest.param([2, 1], marks=SLOW)])
+def test_a_latency_for_every_pair_of_neighbours(latency):
+    assert follow(CUTS[3], "petra", 2, latency) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "stages, accumulate, latency",
+    [(3, 1, 0.5), (5, 2, 0.5), pytest.param(3, 2, 1.5, marks=SLOW)],
+)
+def test_lookahead_and_rates_by_delay(stages, accumulate, latency):
+    options = {"lookahead": "momentum", "lr_by_delay": True}
+    assert follow(CUTS[stages], "petra", accumulate, latency, **options) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "stages, accumulate, latency, options",
+    [
+        (2, 1, 0.5, {}),
+        (5, 2, 0.5, {}),
+        (3, 3, 1.5, {}),
+        (5, 1, [0.5, 1, 0.5, 1.5], {}),
+        (5, 2, 0.5, {"lookahead": "momentum"}),
+        pytest.param(3, 1, 0.5, {"lookahead": "momentum", "optimizer": "adamw"}, marks=SLOW),
+        pytest.param(9, 2, 0.5, {"clip_norm": 0.1, "clip_over": "all"}, marks=SLOW),
+        pytest.param(3, 2, 2.5, {"lookahead": "momentum"}, marks=SLOW),
+        pytest.param(5, 3, 1.5, {"method": "dsp"}, marks=SLOW),
+    ],
+)
+def test_captured_ticks_are_the_eager_ones(stages, accumulate, latency, options):
+    """The lanes of a tape run in any order that its waits allow."""
+    cut = captured.CUTS[stages]
+    pipes = [
+        captured.build(cut, accumulate=accumulate, latency=latency, recorded=recorded, **options)
+        for recorded in (True, False)
+    ]
+    number = 2 * pipes[0].schedule.num_in_flight + 2 * accumulate + 22
+    seen = [captured.run(pipe, number) for pipe in pipes]
+    assert pipes[0]._execution.is_active
+    assert equal(*seen)
+    assert equal(pipes[0].state_dict(), pipes[1].state_dict())
+    assert equal(*(captured.run(pipe, number + 9, number) for pipe in pipes))
+    ends = [[(tick.microbatch, tick.loss, tick.aux) for tick in pipe.flush()] for pipe in pipes]
+    assert equal(*ends)
+
+
+@pytest.mark.parametrize("latency", [0.5, pytest.param(1.5, marks=SLOW)])
+@pytest.mark.parametrize("at", [1, 2, 5, 8])
+def test_saved_after_any_tick_it_continues(at, latency, tmp_path):
+    _, pipe = build_stateful(latency=latency)
+    feed(pipe, 0, at)
+    pipe.save(tmp_path / "state")
+    _, other = build_stateful(seed=1, latency=latency)
+    other.load(tmp_path / "state")
+    assert equal(feed(other, at, 12), feed(pipe, at, 12))
+    assert equal(other.state_dict(), pipe.state_dict())
+    flushed = [[(t.microbatch, t.loss, t.aux) for t in one.flush()] for one in (pipe, other)]
+    assert equal(*flushed)
+
+
+@SLOW
+@pytest.mark.parametrize("backend", ["gloo", "eager", "rendezvous", "device"])
+def test_processes_compute_what_one_process_does(backend, tmp_path):
+    settings = [
+        {"latency": 0.5},
+        {"latency": 0.5, "accumulate": 3, "stages": [1, 2, 3, 1, 2], "lookahead": "momentum"},
+        {"latency": 1.5, "clip_norm": 0.5, "clip_over": "all"},
+        {"latency": [0.5, 1, 0.5, 1.5], "stages": 5, "message_dtype": torch.bfloat16},
+        {"latency": 0.5, "stages": [3, 2, 4], "method": "exact-inverse", "arithmetic": "fixed"},
+    ]
+    equalities.compare(settings, 3, backend, tmp_path)
+
+
+@SLOW
+@pytest.mark.parametrize("backend", ["gloo", "rendezvous"])
+def test_saved_on_four_processes_it_continues_on_two_and_on_one(backend, tmp_path):
+    equalities.compare_saved({"stages": 5, "latency": 0.5}, backend, tmp_path)
