@@ -37,6 +37,8 @@ def compare(one, other):
         ("petra", CUTS[5], 1, 1, None),
         ("petra", CUTS[3], 3, 2, None),
         ("petra", CUTS[5], 1, 1, "momentum"),
+        ("petra", CUTS[5], 1, 0.5, None),
+        ("delayed", CUTS[3], 2, 1.5, None),
         ("dsp", CUTS[3], 1, 1, None),
         ("approximate-input", CUTS[5], 2, 1, None),
         ("delayed-graph", CUTS[3], 1, 1, "momentum"),
@@ -60,9 +62,12 @@ def test_it_finds_what_histories_and_plain_autograd_give(
     assert {row.microbatch % 7 for row in probe.found} == {0}
     for row in probe.found:
         n, j = row.microbatch, row.stage
-        tick = n + latency * (2 * (len(cut) - 1) - j)
+        up = reference.up
+        slot = 2 * n + (up[-1] if j == len(cut) - 1 else 2 * up[-1] - up[j] + 1)
+        if latency == int(latency):
+            slot -= slot % 2  # no stage updates before the tick ends
         x, target = reference.batches[n]
-        now = plain_gradient(units, reference.weights[tick], x, target)
+        now = plain_gradient(units, reference.weights[slot], x, target)
         then = plain_gradient(units, [reference.used[n, u] for u in range(len(units))], x, target)
         own = [u for u in reference.stages[j] if list(inner(units[u]).parameters())]
         names = [(u, name) for u in own for name in now[u]]
