@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "vit48": ("rev_vit_small", {"depth": 48, "patch_size": 4}, 50),
 }
 BATCHES = (4, 8, 16, 64, 128)
-METHODS = ("backprop", "backprop, compiled whole", "one branch", "branches", "eager")
+METHODS = ("backprop", "backprop, compiled whole", "one branch", "branches", "half ticks", "eager")
 OPTIONS: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "fused": True}
 NUM_TO_FILL = 40  # ticks until the official pipeline is full, at 18 stages
 Step = Callable[[Tensor, Tensor], Any]
@@ -106,7 +106,13 @@ def backprop(name: str, batch: int, compiled: bool, whole: bool = False) -> Step
 
 
 def pipeline(
-    name: str, batch: int, compiled: bool, *, branches: bool = True, capture: bool = True
+    name: str,
+    batch: int,
+    compiled: bool,
+    *,
+    branches: bool = True,
+    capture: bool = True,
+    latency: float = 1,
 ) -> Step:
     """Return a tick of a full pipeline, captured by default."""
     pipe = rd.Pipeline(
@@ -116,6 +122,7 @@ def pipeline(
         # The data is noise: take a rate at which nothing diverges.
         optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=1e-6, **OPTIONS),
         capture=capture,
+        latency=latency,
     )
     if compiled:
         pipe.compile(dynamic=False)
@@ -141,6 +148,7 @@ def make_steps(name: str, batch: int, args: argparse.Namespace) -> dict[str, Ste
         "backprop, compiled whole": partial(backprop, name, batch, whole=True),
         "one branch": partial(pipeline, name, batch, branches=False),
         "branches": partial(pipeline, name, batch),
+        "half ticks": partial(pipeline, name, batch, latency=0.5),
         "eager": partial(pipeline, name, batch, capture=False),
     }
     steps = {method: makers[method](not args.uncompiled) for method in args.methods}

@@ -153,6 +153,9 @@ def test_compiled():
         {"lookahead": "momentum"},
         {"method": "dsp"},
         {"latency": 2},
+        {"latency": 0.5},
+        {"latency": 1.5, "lookahead": "momentum"},
+        {"latency": 0.5, "clip_norm": 0.2, "clip_over": "all"},
     ],
     ids=str,
 )
@@ -208,10 +211,11 @@ class Sleepy(CudaGraphs):
         return super().lane(index)
 
 
-def test_random_delays_in_branches_change_nothing():
-    pipe = make(tokens_model(), capture=True)
+@pytest.mark.parametrize("latency", [1, 0.5])
+def test_random_delays_in_branches_change_nothing(latency):
+    pipe = make(tokens_model(), capture=True, latency=latency)
     pipe._execution = CapturedRunner(pipe, partial(Sleepy, torch.device("cuda")))
-    plain = make(tokens_model(), capture=False)
+    plain = make(tokens_model(), capture=False, latency=latency)
     for trial in range(30):
         # Another state and other inputs each time: what is left of the last trial is wrong.
         plain.load_state_dict(pipe.state_dict())

@@ -39,6 +39,8 @@ def test_two_ranks(tmp_path):
         {"lookahead": "momentum", "latency": 2, "lr_by_delay": True},
         {"message_dtype": torch.bfloat16, "stages": [3, 6]},
         {"message_dtype": torch.int8, "stages": 5},
+        {"latency": 0.5, "accumulate": 3},
+        {"latency": 1.5, "stages": 5, "lookahead": "momentum"},
     ]
     equalities.compare(settings, 2, "nccl", tmp_path)
 
@@ -49,6 +51,8 @@ def test_three_ranks(tmp_path):
     settings += [
         {"stages": [4, 1, 4], "accumulate": 3, "clip_norm": 0.5},
         {"stages": 9, "latency": 2, "method": "delayed"},
+        {"latency": 0.5, "clip_norm": 0.5, "clip_over": "all"},
+        {"latency": [0.5, 1], "accumulate": 3},
     ]
     equalities.compare(settings, 3, "nccl", tmp_path)
 
@@ -59,6 +63,7 @@ def test_four_ranks(tmp_path):
         {"stages": [1, 3, 2, 1, 1, 1], "latency": 2, "method": "exact-inverse"},
         {"stages": 7, "clip_norm": 0.5, "clip_over": "all", "accumulate": 3},
         {"message_dtype": torch.int8, "latency": 3},
+        {"stages": 7, "latency": 0.5, "accumulate": 3},
     ]
     equalities.compare(settings, 4, "nccl", tmp_path)
 
@@ -77,7 +82,11 @@ def test_two_pipelines_in_the_same_processes(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"stages": 5, "latency": 2}, {"stages": [1, 2, 2, 2, 2], "accumulate": 3}],
+    [
+        {"stages": 5, "latency": 2},
+        {"stages": 5, "latency": 0.5},
+        {"stages": [1, 2, 2, 2, 2], "accumulate": 3},
+    ],
     ids=str,
 )
 def test_saved_on_four_ranks_it_goes_on_on_two_and_on_one(changes, tmp_path):
