@@ -34,7 +34,7 @@ class Petra:
         *,
         spread: bool = True,
         accumulate: int = 1,
-        latency: int = 1,
+        latency: float = 1,
         fill: bool = True,
     ) -> None:
         self._setting = setting
@@ -51,7 +51,7 @@ class Petra:
             **(_apart() if spread else {}),
         )
         self._images, self._targets = setting.examples()
-        self.num_until_full = 2 * latency * (len(cut) - 1) + 2
+        self.num_until_full = self.pipe.schedule.num_in_flight + 2
         self.waited: list[tuple[float, float]] = []
         """Start and end of every wait for messages."""
         if spread:

@@ -22,6 +22,7 @@ from delay import delay
 from messages import messages
 from scaling import scaling
 from setting import Setting
+from slack import slack
 from timeline import timeline
 from versus import rivals
 
@@ -30,6 +31,7 @@ PARTS: dict[str, Callable[[Setting, list[int]], list[dict[str, Any]]]] = {
     "messages": messages,
     "rivals": rivals,
     "delay": delay,
+    "slack": slack,
     "timeline": timeline,
     "accuracy": accuracy,
 }

@@ -142,6 +142,9 @@ def test_processes_compute_what_one_process_does(backend, tmp_path):
 
 
 @SLOW
-@pytest.mark.parametrize("backend", ["gloo", "rendezvous"])
-def test_saved_on_four_processes_it_continues_on_two_and_on_one(backend, tmp_path):
-    equalities.compare_saved({"stages": 5, "latency": 0.5}, backend, tmp_path)
+@pytest.mark.parametrize(
+    "backend, latency",
+    [("gloo", 0.5), ("rendezvous", 0.5), ("gloo", [0.5, 1, 1, 1]), ("rendezvous", [1, 1, 0.5, 2])],
+)
+def test_saved_on_four_processes_it_continues_on_two_and_on_one(backend, latency, tmp_path):
+    equalities.compare_saved({"stages": 5, "latency": latency}, backend, tmp_path)

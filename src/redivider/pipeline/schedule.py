@@ -92,9 +92,11 @@ class Schedule:
 
     @cached_property
     def max_ticks(self) -> int:
-        """Ticks, rounded up, that a message travels between neighbours at most."""
-        up = self._slots_up
-        return max(((end - start + 1) // 2 for start, end in pairwise(up)), default=1)
+        """Ticks from the one that sends a message to the one that reads it, at most."""
+        forward, backward = ([self.lag(kind, j) for j in range(self.num_stages)] for kind in KINDS)
+        ups = (above - below for below, above in pairwise(forward))
+        downs = (below - above for below, above in pairwise(backward))
+        return max(1, *ups, *downs)
 
     def slot(self, kind: Kind, stage: int) -> int:
         """Return the slots from a micro-batch's entry to its forward or backward in a stage."""

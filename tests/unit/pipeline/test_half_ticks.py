@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.networks import MLP
 from torch import nn
@@ -96,12 +96,13 @@ def test_a_message_is_sent_before_it_is_read(schedule):
             assert updates_after not in forwards or schedule.num_groups == 1
 
 
-@given(schedules, st.data())
-def test_neighbours_count_a_message_in_the_same_slot(schedule, data):
+@given(schedules, st.integers(1, 7))
+@example(Schedule(3, (0.5, 1)), 2)  # down from the last stage it takes longer than up
+@example(Schedule(2, 2.5), 1)
+def test_neighbours_count_a_message_in_the_same_slot(schedule, cut):
     """So their batches mirror each other, whatever the processes hold."""
-    if schedule.num_stages == 1:
+    if cut >= schedule.num_stages:
         return
-    cut = data.draw(st.integers(1, schedule.num_stages - 1))
     spread = [range(cut), range(cut, schedule.num_stages)]
     number = schedule.num_in_flight + 2
     read = {action: t for t in range(99) for action in schedule.actions(t, number)}
