@@ -96,7 +96,7 @@ class Schedule:
         forward, backward = ([self.lag(kind, j) for j in range(self.num_stages)] for kind in KINDS)
         ups = (above - below for below, above in pairwise(forward))
         downs = (below - above for below, above in pairwise(backward))
-        return max(1, *ups, *downs)
+        return max([1, *ups, *downs])
 
     def slot(self, kind: Kind, stage: int) -> int:
         """Return the slots from a micro-batch's entry to its forward or backward in a stage."""

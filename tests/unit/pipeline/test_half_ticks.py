@@ -133,6 +133,13 @@ def test_planned_spans_wait_for_messages_and_for_nothing_else():
     assert [after - before for before, after in pairwise(starts)] == [4.0] * 9
 
 
+@pytest.mark.parametrize("latency", [0.5, 1, 3])
+def test_one_stage_has_no_neighbours(latency):
+    schedule = Schedule(1, latency)
+    assert schedule.max_ticks == 1 and schedule.num_in_flight == 0
+    assert schedule.actions(4) == (Action("F", 0, 4), Action("B", 0, 4))
+
+
 @pytest.mark.parametrize(
     "latency, stages, result",
     [
