@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes.cases import model, options, run
+from support.processes.cases import equal, finish, model, options, run
 from support.processes.failures import (
     CASES,
     exits,
@@ -21,6 +21,7 @@ from support.processes.launch import launch, rank_env
 from torch.distributed import TCPStore
 
 import redivider as rd
+from redivider.pipeline.checkpoint.files import StateError
 from redivider.pipeline.runners.heartbeat import BEAT
 
 pytestmark = pytest.mark.slow
@@ -63,6 +64,23 @@ def test_a_process_ends_in_peace_while_its_thread_talks_to_the_store():
     env = os.environ | rank_env(0, 1, store.port) | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", LEAVING], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def save_in_vain(rank, folder):
+    pipe = rd.DistributedPipeline(model(), **options())
+    run(pipe, 0, 6)
+    with pytest.raises(StateError, match="holds no state"):
+        pipe.save(folder)
+    run(pipe, 6, 12)
+    finish(pipe)
+    return pipe.full_state_dict()
+
+
+def test_all_ranks_continue_after_an_error_that_all_of_them_raise(tmp_path):
+    (tmp_path / "notes").mkdir()
+    weights, others = launch(save_in_vain, tmp_path, tmp_path / "notes")
+    assert equal(weights, others)
+    assert not list((tmp_path / "notes").iterdir())
 
 
 def test_stages_that_do_not_fit(tmp_path):

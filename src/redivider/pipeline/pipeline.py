@@ -335,20 +335,17 @@ class Pipeline:
         result, flight = Tick(), self.in_flight
         t, entered = flight.tick, flight.entered
         self._transport.begin_tick()
-        norms: list[Tensor] | None = None
         # Units enter the autocast of their own micro-batch. Backward passes and updates run without
         # it, as in plain training, whether the caller is under autocast or not.
         with self._stopping(), without_autocast(self.device):
+            norms = self._transport.norms(self.stages)  # clipping uses those of before the tick
             for group, actions in enumerate(self.schedule.groups(t, entered)):
                 for action in actions:
                     if action.stage in self._own:
                         result = self._run_action(action) or result
-                if group == self.schedule.num_groups - 1:
-                    flight.tick += 1
                 self._transport.exchange(t, group)
-                if norms is None:
-                    norms = self._transport.norms(self.stages)  # those known when the tick began
                 self._update([s for s in self.stages if s.num_pending >= self.accumulate], norms)
+            flight.tick += 1
         return self._transport.share(result, t)
 
     def _run_action(self, action: Action) -> Tick | None:

@@ -74,7 +74,7 @@ class Team:
         self._on_gpu = waits_on_device(self.device)
         self._known: Exception | None = None  # error that the other processes know
         self._progress = Progress(self.device) if self._on_gpu else NoProgress()
-        self._begun: deque[list[Callable[[], None]]] = deque([[]])  # how to wait, by tick
+        self._begun: deque[list[Callable[[], None]]] = deque([[]])  # waits, by exchange
         shared = default_store()
         prefix = f"redivider-{attempt()}-{_num_teams}"
         self._store = prefix_store(prefix, shared)
