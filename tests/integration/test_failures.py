@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 
 import redivider as rd
 from redivider.pipeline.checkpoint.files import StateError
-from redivider.pipeline.runners.heartbeat import BEAT
+from redivider.pipeline.runners.heartbeat import BEAT, FAILURE
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +71,7 @@ def save_in_vain(rank, folder):
     run(pipe, 0, 6)
     with pytest.raises(StateError, match="holds no state"):
         pipe.save(folder)
+    assert not pipe.team._store.check([FAILURE])  # nobody has failed
     run(pipe, 6, 12)
     finish(pipe)
     return pipe.full_state_dict()
