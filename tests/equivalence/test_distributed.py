@@ -16,7 +16,7 @@ from support.processes.equalities import (
     compare_side_inputs,
     compare_two_pipelines,
 )
-from support.processes.launch import launch
+from support.processes.launch import launch, launch_alone
 from support.reference import METHODS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -147,11 +147,7 @@ def gc_tensors():
     return {t.untyped_storage().data_ptr(): t for t in tensors if t.numel()}.values()
 
 
-def test_a_model_without_memory_is_given_some_where_its_stages_are(tmp_path):
-    torch.set_num_threads(1)
-    results = launch(on_meta, tmp_path, world_size=3)
-    parts = [part for part, *_ in results]
-    assert max(parts) < 0.8 and sum(parts) == pytest.approx(1, abs=0.02), parts
+def in_memory(rank):
     net = rd.create_model("rev_gpt_nano", seed=3, context=16, vocabulary=50)
     pipe = rd.Pipeline(
         net[:-1], stages=3, loss=rd.ChunkedCrossEntropy(net[-1]), optimizer=sgd, seed=3
@@ -161,10 +157,16 @@ def test_a_model_without_memory_is_given_some_where_its_stages_are(tmp_path):
         tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(n))
         tick = pipe.step(tokens, tokens)
         losses.append(None if tick.loss is None else float(tick.loss))
-    for _, own_losses, _, _ in results:
+    return losses, pipe.full_state_dict()
+
+
+def test_a_model_without_memory_is_given_some_where_its_stages_are(tmp_path):
+    results = launch(on_meta, tmp_path, world_size=3)
+    parts = [part for part, *_ in results]
+    assert max(parts) < 0.8 and sum(parts) == pytest.approx(1, abs=0.02), parts
+    losses, weights = launch_alone(in_memory, tmp_path)
+    for _, own_losses, full, _ in results:
         assert own_losses == losses
-    weights = pipe.full_state_dict()
-    for _, _, full, _ in results:
         assert equal(full, weights)
 
 
@@ -213,13 +215,15 @@ def backwards(rank):
     return losses, output, weights
 
 
-def test_a_mesh_in_another_order(tmp_path):
-    torch.set_num_threads(1)
-    results = launch(backwards, tmp_path, world_size=2)
+def forwards(rank):
     pipe = rd.Pipeline(model(), stages=2, **options())
-    losses = run(pipe, 0, 12)
+    return run(pipe, 0, 12), pipe.full_state_dict()
+
+
+def test_a_mesh_in_another_order(tmp_path):
+    results = launch(backwards, tmp_path, world_size=2)
+    losses, weights = launch_alone(forwards, tmp_path)
     assert [loss.item() for _, loss in results[0][0]] == [loss.item() for _, loss in losses]
-    weights = pipe.full_state_dict()
     for _, _, full in results:
         assert equal(full, weights)
     assert torch.equal(results[0][1], results[1][1])

@@ -54,3 +54,11 @@ def test_transfers_do_not_wait_for_what_the_gpu_computes(marks):
     assert ends[1].has_passed() and not computed.has_passed()
     torch.cuda.synchronize()
     assert computed.has_passed()
+
+
+def test_a_kernel_writes_what_the_driver_refuses(monkeypatch):
+    monkeypatch.setattr(progress, "find_stream_write", lambda: lambda *args: 1)  # an error's number
+    marks = Progress(torch.device("cuda"))
+    mark = marks.mark()
+    torch.cuda.synchronize()
+    assert mark.has_passed()

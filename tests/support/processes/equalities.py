@@ -1,4 +1,8 @@
-"""A pipeline over processes computes the same as one process, over any backend."""
+"""A pipeline over processes computes the same as one process, over any backend.
+
+The one process is a child, too: on some CPUs kernels round differently in a process that has run
+other tests before.
+"""
 
 import pytest
 import torch
@@ -9,7 +13,7 @@ import redivider as rd
 from redivider.pipeline.runners import wire
 from support.processes import cases
 from support.processes.cases import batch, equal, finish, model, options, run
-from support.processes.launch import launch
+from support.processes.launch import launch, launch_alone
 
 NUM = 24  # micro-batches
 
@@ -28,16 +32,24 @@ def train(rank, settings):
     return results
 
 
-def compare(settings, world_size, backend, tmp_path):
-    torch.set_num_threads(1)
-    results = launch(train, tmp_path, settings, world_size=world_size, backend=backend)
-    for changes, *ours in zip(settings, *results, strict=True):
-        pipe = rd.Pipeline(model(), **options(**{"stages": world_size, **changes}))
+def train_alone(rank, settings, num_stages):
+    results = []
+    for changes in settings:
+        pipe = rd.Pipeline(model(), **options(**{"stages": num_stages, **changes}))
         losses = run(pipe, 0, NUM)
         x, _, mask = batch(99)
         output = pipe.evaluate(x, mask=mask)
         losses += finish(pipe)
-        weights = pipe.full_state_dict()
+        results.append((losses, output, pipe.full_state_dict(), len(pipe._units)))
+    return results
+
+
+def compare(settings, world_size, backend, tmp_path):
+    results = launch(train, tmp_path, settings, world_size=world_size, backend=backend)
+    expected = launch_alone(train_alone, tmp_path, settings, world_size, backend=backend)
+    for changes, (losses, output, weights, num_units), *ours in zip(
+        settings, expected, *results, strict=True
+    ):
         assert len(losses) == NUM
         for rank, (_, there, full, _) in enumerate(ours):
             assert torch.equal(there.cpu(), output.cpu()), (changes, rank)
@@ -45,7 +57,7 @@ def compare(settings, world_size, backend, tmp_path):
         for (n, one), (m, other) in zip(losses, ours[-1][0], strict=True):
             assert n == m and torch.equal(one.cpu(), other.cpu())
         assert all(not losses for losses, *_ in ours[:-1])
-        assert sum(num for *_, num in ours) == len(pipe._units)
+        assert sum(num for *_, num in ours) == num_units
 
 
 def evaluate_between(pipe, num: int) -> list:
@@ -71,14 +83,20 @@ def evaluate_early(rank, latencies):
     return results
 
 
+def evaluate_early_alone(rank, latencies):
+    results = []
+    for latency in latencies:
+        pipe = rd.Pipeline(model(), stages=3, **options(latency=latency))
+        results.append((evaluate_between(pipe, 2 * latency), pipe.full_state_dict()))
+    return results
+
+
 def compare_evaluations(backend, tmp_path):
     """Compare evaluations before the first step, and after each step that fills the pipeline."""
-    torch.set_num_threads(1)
-    results = launch(evaluate_early, tmp_path, (1, 2, 3), world_size=3, backend=backend)
-    for latency, *ours in zip((1, 2, 3), *results, strict=True):
-        pipe = rd.Pipeline(model(), stages=3, **options(latency=latency))
-        outputs = evaluate_between(pipe, 2 * latency)
-        weights = pipe.full_state_dict()
+    latencies = (1, 2, 3)
+    results = launch(evaluate_early, tmp_path, latencies, world_size=3, backend=backend)
+    expected = launch_alone(evaluate_early_alone, tmp_path, latencies, backend=backend)
+    for (outputs, weights), *ours in zip(expected, *results, strict=True):
         for there, full in ours:
             assert all(map(torch.equal, there, outputs))
             assert equal(full, weights)
@@ -119,11 +137,14 @@ def odd_sides(rank):
     return choose_by_side(pipe, 9)
 
 
+def odd_sides_alone(rank):
+    return choose_by_side(rd.Pipeline(odd_units(), stages=3, **options()), 9)
+
+
 def compare_side_inputs(backend, tmp_path):
     """Compare runs with side inputs of dtypes that backends do not support."""
-    torch.set_num_threads(1)
     results = launch(odd_sides, tmp_path, world_size=3, backend=backend)
-    losses = choose_by_side(rd.Pipeline(odd_units(), stages=3, **options()), 9)
+    losses = launch_alone(odd_sides_alone, tmp_path, backend=backend)
     assert len(losses) == 9
     for ours in results:
         assert [float(loss) for loss in ours] == [float(loss) for loss in losses]
@@ -147,30 +168,33 @@ def go_on(rank, changes, folder, num, first):
     return losses, pipe.full_state_dict()
 
 
+def save_alone(rank, changes, folder, num):
+    pipe = rd.Pipeline(model(), **options(**changes))
+    losses = run(pipe, 0, num)
+    pipe.save(folder)
+    return losses + run(pipe, num, NUM) + finish(pipe), pipe.full_state_dict()
+
+
+def go_on_alone(rank, changes, folder, num):
+    pipe = rd.Pipeline(model(), **options(**changes))
+    pipe.load(folder)
+    return run(pipe, num, NUM) + finish(pipe), pipe.full_state_dict()
+
+
 def compare_saved(changes, backend, tmp_path):
     """Resume a run that four processes saved on two processes and on one."""
-    torch.set_num_threads(1)
-    folder, num = tmp_path / "state", 13
-    whole = rd.Pipeline(model(), **options(**changes))
-    losses = run(whole, 0, NUM) + finish(whole)
-    weights = whole.full_state_dict()
+    folder, other, num = tmp_path / "state", tmp_path / "other", 13
+    losses, weights = launch_alone(save_alone, tmp_path, changes, other, num, backend=backend)
     four = launch(save, tmp_path, changes, folder, num, world_size=4, backend=backend)
     assert equal(four[0][1], weights)
     two = launch(go_on, tmp_path / "two", changes, folder, num, 5, backend=backend)
-    alone = rd.Pipeline(model(), **options(**changes))
-    alone.load(folder)
-    ends = [(run(alone, num, NUM) + finish(alone), alone.full_state_dict()), two[-1]]
-    for there, full in ends:
+    one = launch_alone(go_on_alone, tmp_path / "one", changes, folder, num, backend=backend)
+    for there, full in (one, two[-1]):
         assert equal(full, weights)
-        for (n, one), (m, other) in zip(losses[-9:], there[-9:], strict=True):
-            assert n == m and torch.equal(one.cpu(), other.cpu())
+        for (n, loss), (m, loss_there) in zip(losses[-9:], there[-9:], strict=True):
+            assert n == m and torch.equal(loss.cpu(), loss_there.cpu())
     # And back: written by one process, continued by three.
-    alone = rd.Pipeline(model(), **options(**changes))
-    run(alone, 0, num)
-    alone.save(folder)
-    three = launch(
-        go_on, tmp_path / "three", changes, folder, num, 0, world_size=3, backend=backend
-    )
+    three = launch(go_on, tmp_path / "three", changes, other, num, 0, world_size=3, backend=backend)
     assert equal(three[1][1], weights)
 
 
@@ -199,7 +223,6 @@ def columns(rank, changes, folder, norm):
 
 def compare_replicas(norm, backend, tmp_path):
     """Train on two by two ranks; without batch norm as a pipeline does on both batches joined."""
-    torch.set_num_threads(1)
     changes = {"accumulate": 3, "clip_norm": 0.5}
     results = launch(
         columns, tmp_path, changes, tmp_path / "state", norm, world_size=4, backend=backend
@@ -232,14 +255,20 @@ def in_turn(rank):
     return [pipe.full_state_dict() for pipe in pipes]
 
 
-def compare_two_pipelines(backend, tmp_path):
-    """Compare two pipelines that take turns in the same processes."""
-    torch.set_num_threads(1)
-    results = launch(in_turn, tmp_path, backend=backend)
-    for seed, *ours in zip((1, 2), *results, strict=True):
+def in_turn_alone(rank):
+    results = []
+    for seed in (1, 2):
         pipe = rd.Pipeline(model(), stages=2, **options(latency=2, seed=seed))
         run(pipe, 0, 20)
         finish(pipe)
-        weights = pipe.full_state_dict()
+        results.append(pipe.full_state_dict())
+    return results
+
+
+def compare_two_pipelines(backend, tmp_path):
+    """Compare two pipelines that take turns in the same processes."""
+    results = launch(in_turn, tmp_path, backend=backend)
+    expected = launch_alone(in_turn_alone, tmp_path, backend=backend)
+    for weights, *ours in zip(expected, *results, strict=True):
         for full in ours:
             assert equal(full, weights)

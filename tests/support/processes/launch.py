@@ -34,6 +34,15 @@ def launch(
     return [value for _, value in results]
 
 
+def launch_alone(
+    function: Callable[..., Any], folder: Path, *args: Any, backend: str = "gloo"
+) -> Any:
+    """Call `function(0, *args)` in one child, as a rank of `launch` is; return its result."""
+    folder.mkdir(exist_ok=True)
+    [result] = launch(function, folder / "alone", *args, world_size=1, backend=backend)
+    return result
+
+
 def rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return the environment that torchrun gives to a rank, with its store at `port`."""
     return {

@@ -38,13 +38,17 @@ class Count:
     def mark(self) -> "CountReached":
         """Mark this point of the current stream."""
         self._num_marks += 1
-        if self._write is not None:  # cheaper than a kernel and a copy
-            stream = torch.cuda.current_stream(self._index).cuda_stream
-            self._write(stream, self._address, self._num_marks, 0)
-        else:
+        if not self._is_written_by_driver():
             self._on_gpu.fill_(self._num_marks)
             self.on_host.copy_(self._on_gpu, non_blocking=True)
         return CountReached(self, self._num_marks)
+
+    def _is_written_by_driver(self) -> bool:
+        """Let the driver write the count, which is cheaper than a kernel and a copy."""
+        if self._write is None:
+            return False
+        stream = torch.cuda.current_stream(self._index).cuda_stream
+        return self._write(stream, self._address, self._num_marks, 0) == 0
 
     def _mark_and_read(self, device: torch.device) -> int:
         """Return the count after a mark. Kernels are loaded now, and not while the GPU waits."""
