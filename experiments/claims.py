@@ -188,8 +188,11 @@ CLAIMS = (
     ),
     Claim(
         "latency",
-        "what slow links cost in accuracy",
-        tuple(short("petra", latency=ticks) for ticks in (1, 2, 4)),
+        "what slow links cost in accuracy, and what half ticks gain",
+        (
+            *(short("petra", latency=ticks) for ticks in (0.5, 1, 2, 4)),
+            short("petra", latency=0.5, lookahead="momentum"),
+        ),
     ),
     Claim(
         "stages",

@@ -6,7 +6,9 @@ two machines would: each has its own host identity.
     python benchmarks/pipeline-nccl/run.py
 """
 
+import cProfile
 import os
+import pstats
 import socket
 import tempfile
 import time
@@ -68,9 +70,12 @@ def work(rank: int, store: str) -> None:
     for size in SIZES:
         bare, ours = trips(team, size)
         tell(f"| {size / MIB:g} MiB | {bare:.3f} ms | {ours:.3f} ms | {ours / bare:.2f} |")
-    tell("", "| couplings in a stage | host time of a tick |", "|---|---|")
+    tell("", "| a stage | host time of an eager tick | captured |", "|---|---|---|")
     for num in (1, 2, 4):
-        tell(f"| {num} | {host_time(device, num):.2f} ms |")
+        eager, captured = (host_time(team, couplings(team, num, c)) for c in (False, True))
+        tell(f"| couplings: {num} | {eager:.2f} ms | {captured:.2f} ms |")
+    eager, captured = (host_time(team, revnet18(team, c)) for c in (False, True))
+    tell(f"| half of RevNet-18 | {eager:.2f} ms | {captured:.2f} ms |")
     dist.destroy_process_group()
 
 
@@ -142,28 +147,60 @@ class Ours:
         self._team.catch_up(3)
 
 
-def host_time(device: torch.device, num: int) -> float:
-    """Return the host's milliseconds for a tick of a stage; the GPU is almost idle."""
-    couplings = [rd.Coupling(nn.Linear(16, 16)) for _ in range(2 * num)]
-    model = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse("mean")]).to(device)
+def sgd(stage: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer at whose rate nothing diverges: the data is noise."""
+    return torch.optim.SGD(stage.parameters(), lr=1e-5, momentum=0.9)
+
+
+def couplings(team: Team, num: int, capture: bool) -> Callable[[], Any]:
+    """Return a tick of two stages of some couplings; the GPU is almost idle."""
+    units = [rd.Coupling(nn.Linear(16, 16)) for _ in range(2 * num)]
+    model = rd.Chain([rd.Duplicate(), *units, rd.Fuse("mean")]).to(team.device)
+    cut = [num + 1, num + 1]
     pipe = rd.DistributedPipeline(
-        model,
-        stages=[num + 1, num + 1],
-        loss=F.mse_loss,
-        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.01, momentum=0.9),
-        capture=False,
+        model, stages=cut, loss=F.mse_loss, optimizer=sgd, capture=capture
     )
-    x = torch.randn(8, 16, device=device)
-    for _ in range(20):
-        pipe.step(x, x)
+    x = torch.randn(8, 16, device=team.device)
+    return lambda: (pipe.step(x, x), pipe._execution.is_active)[1]
+
+
+def revnet18(team: Team, capture: bool) -> Callable[[], Any]:
+    """Return a tick of RevNet-18 in two stages, with micro-batches of 16 images."""
+    model = rd.create_model("revnet18", num_classes=10, image_size=32).to(team.device)
+    pipe = rd.DistributedPipeline(
+        model, stages=2, loss=F.cross_entropy, optimizer=sgd, capture=capture
+    )
+    x = torch.randn(16, 3, 32, 32, device=team.device)
+    target = torch.randint(10, (16,), device=team.device)
+
+    def step() -> bool:
+        with torch.autocast("cuda", torch.bfloat16):
+            pipe.step(x, target)
+        return pipe._execution.is_active
+
+    return step
+
+
+def host_time(team: Team, step: Callable[[], bool]) -> float:
+    """Return the host's milliseconds for a tick, of the slower rank."""
+    is_captured = [step() for _ in range(20)][-1]
     times = []
     for _ in range(NUM_TICKS):
         start = time.thread_time()  # of this thread, including its polls of transfers
-        pipe.step(x, x)
+        step()
         times.append(time.thread_time() - start)
-    pipe.flush()
-    pipe.close()
-    return median(times) * 1e3
+    if is_captured and os.environ.get("PROFILE"):
+        profile(step, prints=team.rank == int(os.environ["PROFILE"]))
+    return team.agree(median(times) * 1e3)
+
+
+def profile(step: Callable[[], bool], *, prints: bool) -> None:
+    """Print where the host of one rank spends its time."""
+    with cProfile.Profile() as profiler:
+        for _ in range(NUM_TICKS):
+            step()
+    if prints:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
 if __name__ == "__main__":

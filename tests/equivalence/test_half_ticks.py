@@ -3,12 +3,16 @@
 The weights follow the equations, and all runners agree to the last bit.
 """
 
+import random
+import time
+
 import pytest
 import torch
 from support import captured
 from support.oracle import equal
 from support.pipelines import CUTS, batches, build, network, refer
-from support.processes import equalities
+from support.processes import cases, equalities
+from support.processes.launch import launch
 from support.reference import METHODS
 from support.stateful import build as build_stateful
 from support.stateful import feed
@@ -148,3 +152,66 @@ def test_processes_compute_what_one_process_does(backend, tmp_path):
 )
 def test_saved_on_four_processes_it_continues_on_two_and_on_one(backend, latency, tmp_path):
     equalities.compare_saved({"stages": 5, "latency": latency}, backend, tmp_path)
+
+
+def watch_sends(rank, latencies):
+    """Return, by latency, whether gradients of weights were there when messages went down."""
+    results = []
+    for latency in latencies:
+        pipe = rd.DistributedPipeline(cases.model(), **cases.options(latency=latency))
+        params = [param for stage in pipe.stages for param in stage.module.parameters()]
+        mail, seen = pipe._transport.mail, []
+        send = mail.send
+
+        def watched(direction, message, send=send, seen=seen, params=params):
+            if direction == "down":
+                seen.append(any(param.grad is not None for param in params))
+            send(direction, message)
+
+        mail.send = watched
+        cases.run(pipe, 0, 8)
+        cases.finish(pipe)
+        results.append((len(seen), set(seen)))
+    return results
+
+
+@pytest.mark.slow
+def test_gradients_are_sent_before_those_of_weights_are_computed(tmp_path):
+    """At half a tick the process below waits for them; else one backward computes both."""
+    first, *others = launch(watch_sends, tmp_path, (0.5, 1), world_size=3)
+    assert first == [(0, set()), (0, set())]
+    assert others == [[(8, {False}), (8, {True})]] * 2
+
+
+def sleep_now_and_then(rank, latencies, longest):
+    dice = random.Random(rank)
+    results = []
+    for latency in latencies:
+        pipe = rd.DistributedPipeline(cases.model(), **cases.options(latency=latency))
+        for stage in pipe.stages:
+            for name in ("run_forward", "run_backward", "finish_backward", "update"):
+                setattr(stage, name, sleepy(getattr(stage, name), dice, longest))
+        losses = cases.run(pipe, 0, 16) + cases.finish(pipe)
+        results.append(([loss for _, loss in losses], pipe.full_state_dict()))
+    return results
+
+
+def sleepy(function, dice, longest):
+    def sleep_and_call(*args, **kwargs):
+        time.sleep(dice.uniform(0, longest))
+        return function(*args, **kwargs)
+
+    return sleep_and_call
+
+
+@pytest.mark.slow
+def test_stages_that_are_slow_now_and_then_change_nothing(tmp_path):
+    latencies = (0.5, 1, 1.5)
+    calm, *others = (
+        launch(sleep_now_and_then, tmp_path / f"{longest}", latencies, longest, world_size=3)
+        for longest in (0.0, 0.002, 0.01)
+    )
+    for ours, theirs in ((a, b) for other in others for a, b in zip(calm, other, strict=True)):
+        for (losses, weights), (same_losses, same_weights) in zip(ours, theirs, strict=True):
+            assert losses == same_losses and cases.equal(weights, same_weights)
+    assert len(calm[-1][0][0]) == 16

@@ -109,19 +109,25 @@ class Scale(nn.Module):
         return torch.tanh(x) * self.weight
 
 
-def large(num: int) -> rd.Chain:
+WIDE = 2**17
+
+
+def large(num: int, width: int = WIDE) -> rd.Chain:
     """Two streams of 32 MB: a message is 64 MB upwards, 128 MB downwards."""
     torch.manual_seed(0)
-    couplings = [rd.Coupling(Scale(2**17)) for _ in range(num)]
+    couplings = [rd.Coupling(Scale(width)) for _ in range(num)]
     return rd.Chain([rd.Duplicate(), *couplings, rd.Fuse("mean")]).cuda()
 
 
-def train_large(pipe) -> tuple[list, dict]:
+def train_large(
+    pipe, width: int = WIDE, num: int = 9, *, is_captured: bool = False
+) -> tuple[list, dict]:
     losses = []
-    for n in range(9):
+    for n in range(num):
         generator = torch.Generator("cuda").manual_seed(n)
-        x = torch.randn(64, 2**17, generator=generator, device="cuda")
+        x = torch.randn(64, width, generator=generator, device="cuda")
         losses.append(pipe.step(x, x.roll(1)).loss)
+    assert pipe._execution.is_active == is_captured
     losses += [tick.loss for tick in pipe.flush(update=True)]
     return [float(loss) for loss in losses if loss is not None], pipe.full_state_dict()
 
@@ -140,6 +146,33 @@ def test_messages_of_64_megabytes(latency, dtype, tmp_path):
     losses, weights = train_large(pipe)
     assert len(losses) == 9 and results[-1][0] == losses
     assert all(equal(full, weights) for _, full in results)
+
+
+def test_captured_ticks(tmp_path):
+    settings = [
+        {},
+        {"latency": 0.5, "accumulate": 2},
+        {"latency": 2, "stages": 5, "clip_norm": 0.05, "clip_over": "all"},
+        {"latency": [0.5, 1, 1.5], "stages": 4, "lookahead": "momentum", "share_loss": True},
+    ]
+    equalities.compare_captured(settings, 3, "nccl", tmp_path)
+
+
+def captured_large_messages(rank):
+    """Train with messages that are sent from the memory of a graph, without a copy."""
+    results = []
+    for capture in (False, True):
+        changes = {"loss": F.mse_loss, "capture": capture, "optimizer": equalities.fused_sgd}
+        pipe = rd.DistributedPipeline(large(4, 2**15), **options(**changes))
+        results.append(train_large(pipe, 2**15, 40, is_captured=capture))
+    return results
+
+
+def test_captured_ticks_send_large_messages(tmp_path):
+    results = launch(captured_large_messages, tmp_path, world_size=3, backend="nccl")
+    for eager, captured in results:
+        assert eager[0] == captured[0] and equal(eager[1], captured[1])
+    assert len(results[-1][0][0]) == 40
 
 
 def without_a_backend(rank):

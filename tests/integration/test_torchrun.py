@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 from support.processes.launch import launch
-from support.processes.torchrun import equal, kill_one, listen, run_ranks, small, start
+from support.processes.torchrun import (
+    equal,
+    kill_one,
+    listen,
+    run_ranks,
+    small,
+    start,
+    train_apart,
+)
 from support.training import rows
 
 from redivider.train.compare import compare
@@ -22,7 +30,7 @@ NUM_RUNS = int(os.environ.get("REDIVIDER_STRESS", "1"))
 def whole(tmp_path_factory) -> Path:
     """Return the folder of a run in one process."""
     folder = tmp_path_factory.mktemp("whole")
-    train(small(), folder / "run")
+    train_apart(small(), folder / "run")
     (folder / "recipe.json").write_text(small().to_json())
     return folder / "run"
 
@@ -42,7 +50,7 @@ def test_a_stopped_run_goes_on_in_another_number_of_processes(tmp_path, monkeypa
     """Train for more than 260 steps, because ranks agree to stop about once a second."""
     monkeypatch.chdir(tmp_path)
     whole, asked = tmp_path / "whole", "recipe.json"
-    train(small(epochs=3.0), whole)
+    train_apart(small(epochs=3.0), whole)
     Path(asked).write_text(small(epochs=3.0).to_json())
     process = start(3, "train", asked, "--out", "run", stop="1:70")
     said = listen(process)
@@ -55,7 +63,7 @@ def test_a_stopped_run_goes_on_in_another_number_of_processes(tmp_path, monkeypa
     said = listen(process)
     assert "and saved" in said, said
     assert last_step() < 260
-    train(read_recipe(Path("run/recipe.json")), Path("run"), resume=True)
+    train_apart(read_recipe(Path("run/recipe.json")), Path("run"), resume=True)
     assert equal(Path("run"), whole)
 
 

@@ -20,6 +20,7 @@ class Tape(Graphs):
         self.current = MAIN
         self.random = random.Random(seed)
         self.num_replays = 0
+        self.segments: list[list[tuple[int, Any]]] = []  # of the part that is recorded
 
     @contextmanager
     def lane(self, index):
@@ -28,6 +29,8 @@ class Tape(Graphs):
         self.current = before
 
     def fork(self):
+        if not self.segments:
+            self.segments.append([])
         self.segments.append([])
 
     def wait(self, lane, other):
@@ -38,12 +41,10 @@ class Tape(Graphs):
     def join(self):
         self.segments.append([])
 
-    def record(self, run):
-        self.segments: list[list[tuple[int, Any]]] = [[]]
-        with _Writing(self) as writing:
-            result = run()
-        writing.undo()
-        segments = self.segments
+    def cut(self):
+        segments, self.segments = self.segments, []
+        if not segments:
+            return None
 
         def replay():
             self.num_replays += 1
@@ -51,7 +52,13 @@ class Tape(Graphs):
                 for operation in self._interleaved(segment):
                     operation()
 
-        return replay, result
+        return replay
+
+    def record(self, run):
+        with _Writing(self) as writing:
+            result = run()
+        writing.undo()
+        return result
 
     def _interleaved(self, segment):
         lanes: dict[int, list[Any]] = {}
@@ -93,7 +100,7 @@ class _Writing(TorchDispatchMode):
         for tensor in outputs:
             if tensor.untyped_storage()._cdata not in inputs:
                 self.own[tensor.untyped_storage()._cdata] = tensor  # which keeps its memory
-        if not is_view:
+        if not is_view and "empty" not in func.__name__:  # which computes nothing
             mutable = func._schema.is_mutable
 
             def again():
@@ -103,6 +110,7 @@ class _Writing(TorchDispatchMode):
                         for old, new in zip(outputs, _tensors(result), strict=True):
                             old.detach().copy_(new)
 
+            assert self.tape.segments, f"{func} runs between two parts"
             self.tape.segments[-1].append((self.tape.current, again))
         return result
 

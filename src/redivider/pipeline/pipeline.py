@@ -344,6 +344,10 @@ class Pipeline:
                     if action.stage in self._own:
                         result = self._run_action(action) or result
                 self._transport.exchange(t, group)
+                for stage in self.stages:
+                    if stage.is_unfinished:
+                        with self._tick_context.lane("B", stage.index):
+                            stage.finish_backward()
                 self._update([s for s in self.stages if s.num_pending >= self.accumulate], norms)
             flight.tick += 1
         return self._transport.share(result, t)
@@ -385,7 +389,7 @@ class Pipeline:
             nullcontext() if self._probe is None else self._probe.watching_backward(stage, message)
         )
         with watching:
-            message = stage.run_backward(message)
+            message = stage.run_backward(message, is_urgent=self._transport.is_urgent(j))
         if j > 0:
             self._transport.deliver("down", j - 1, message)
         self._transport.forget(j, n)

@@ -123,6 +123,10 @@ class Schedule:
         sender = stage - 1 if direction == "up" else stage + 1
         return self.lag(kind, sender) == self.lag(kind, stage)
 
+    def is_tight(self, stage: int) -> bool:
+        """Return whether the stage below reads a message in the slot after it was sent."""
+        return self._slots_up[stage] - self._slots_up[stage - 1] == 1 if stage else False
+
     def num_kept(self, stage: int) -> int:
         """Return the micro-batches between forward and backward in a stage, after a tick."""
         return self.lag("B", stage) - self.lag("F", stage)

@@ -5,7 +5,7 @@ leaves, their hooks would fire inside that backward, and again when their gradie
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
 from typing import Any
@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.backends import mha
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -227,23 +227,27 @@ class GraphRun:
         node = find_compiled_node(self._roots, self.leaves)
         if node is not None and any(grad is not None for grad in grads):
             return call_node(node, self._roots, grads, self.leaves)
+        edges, entering = self.entering(grads)
+        wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
+        if not edges or not wanted:
+            return [None] * len(self.leaves)
+        computed = torch.autograd.grad(edges, wanted, entering, allow_unused=True)
+        return place_grads(computed, self.leaves)
+
+    def entering(self, grads: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Return where gradients enter the graph, and the gradients."""
         pairs = [
             (root.edge, grad.to(root.dtype))
             for root, grad in zip(self._roots, grads, strict=True)
             if grad is not None and root.edge is not None
         ]
-        wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
-        if not pairs or not wanted:
-            return [None] * len(self.leaves)
-        computed = iter(
-            torch.autograd.grad(
-                [edge for edge, _ in pairs],
-                wanted,
-                [grad for _, grad in pairs],
-                allow_unused=True,
-            )
-        )
-        return [next(computed) if leaf.requires_grad else None for leaf in self.leaves]
+        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+
+def place_grads(grads: Iterable[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of all leaves, where only those that need one are given."""
+    following = iter(grads)
+    return [next(following) if leaf.requires_grad else None for leaf in leaves]
 
 
 def _detached(tree: Any) -> Any:

@@ -11,11 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import redivider as rd
 from redivider.pipeline.runners import wire
+from redivider.pipeline.runners.captured import CapturedRunner
+from redivider.tree import tensors_of
 from support.processes import cases
 from support.processes.cases import batch, equal, finish, model, options, run
 from support.processes.launch import launch, launch_alone
+from support.tape import Tape
 
 NUM = 24  # micro-batches
+NUM_CAPTURED = 40  # until ticks have been captured, and replayed
 
 
 def train(rank, settings):
@@ -272,3 +276,51 @@ def compare_two_pipelines(backend, tmp_path):
     for weights, *ours in zip(expected, *results, strict=True):
         for full in ours:
             assert equal(full, weights)
+
+
+def run_both_ways(rank, settings):
+    """Train with eager and with captured ticks, with a saved state and an evaluation between."""
+    on_host = cases.DEVICE == "cpu"
+    results = []
+    for changes in settings:
+        ends = []
+        for is_captured in (False, True):
+            units = list(model(dropout=0.0 if on_host else 0.3, norm=False))  # a tape has no seeds
+            units[7] = nn.BatchNorm1d(16).to(cases.DEVICE)
+            keywords = options(optimizer=fused_sgd, **changes) | {"capture": is_captured}
+            pipe = rd.DistributedPipeline(rd.Chain(units), **keywords)
+            if is_captured and on_host:
+                pipe._execution = CapturedRunner(pipe, Tape)
+            losses = run(pipe, 0, NUM_CAPTURED)
+            assert pipe._execution.is_active == is_captured, changes
+            state = pipe.state_dict()
+            for stage in state["stages"].values():
+                del stage["groups"]  # rates are numbers, or tensors
+            losses += run(pipe, NUM_CAPTURED, NUM_CAPTURED + 5)
+            x, _, mask = batch(99)
+            output = pipe.evaluate(x, mask=mask)
+            losses += run(pipe, NUM_CAPTURED + 5, NUM_CAPTURED + 20)
+            assert pipe._execution.is_active == is_captured, changes
+            losses += finish(pipe)
+            assert pipe._transport.is_empty
+            ends.append((losses, pipe.full_state_dict(), output, state))
+            pipe.close()
+        results.append(ends)
+    return results
+
+
+def fused_sgd(stage):
+    return torch.optim.SGD(stage.parameters(), lr=0.05, momentum=0.9, fused=True)
+
+
+def compare_captured(settings, world_size, backend, tmp_path):
+    """Compare captured ticks with eager ones, in all that a process can know."""
+    results = launch(run_both_ways, tmp_path, settings, world_size=world_size, backend=backend)
+    for rank, ends in enumerate(results):
+        for changes, (eager, captured) in zip(settings, ends, strict=True):
+            assert equal(eager[1], captured[1]), (changes, rank)
+            has_loss = rank == world_size - 1 or changes.get("share_loss")
+            num = NUM_CAPTURED + 20 if has_loss else 0
+            assert len(eager[0]) == len(captured[0]) == num
+            for one, other in zip(*map(tensors_of, (eager, captured)), strict=True):
+                assert torch.equal(one, other), (changes, rank)

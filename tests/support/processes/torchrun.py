@@ -92,6 +92,18 @@ def _play(words: tuple[str, ...]) -> int:
     return main(words)
 
 
+def train_apart(recipe: Recipe, out: Path, *, resume: bool = False) -> None:
+    """Train in a process of its own: on some CPUs kernels round differently after other tests."""
+    process = workers.start(_train, recipe, out, resume)
+    assert not workers.end([process], seconds(120)) and process.exitcode == 0
+
+
+def _train(recipe: Recipe, out: Path, resume: bool) -> None:
+    from redivider.train.loop import train
+
+    train(recipe, out, resume=resume)
+
+
 def equal(one: Path, other: Path) -> bool:
     """Return whether two runs have the same log and the same weights, to the last bit."""
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))

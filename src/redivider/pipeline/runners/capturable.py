@@ -21,8 +21,8 @@ def reason_against(pipe: "Pipeline") -> str | None:
         return f"{pipe.method.name} keeps old weights, whose number changes"
     if pipe.arithmetic.exact:
         return "a stream that leaves its grid must stop the pipeline at once"
-    if pipe.is_spread:
-        return "stages are in several processes"
+    if pipe.num_replicas > 1:
+        return "replicas average their gradients"
     if pipe.packing.dtype is not None:
         return "messages are packed"
     for stage in pipe.stages:
@@ -63,11 +63,16 @@ def _built_in(group: dict[str, Any]) -> list[Any]:
     return [id(value) if isinstance(value, Tensor) else value for value in options]
 
 
-def signature_of(inputs: Any) -> Any:
-    """Return what inputs must have in common to be run by the same graphs, comparable by ==."""
+def signature_of(inputs: Any, device: torch.device) -> Any:
+    """Return what inputs must have in common to be run by the same graphs, comparable by ==.
+
+    Args:
+        inputs: Inputs of a step.
+        device: Device of the pipeline; not every process has inputs.
+    """
     leaves, spec = tree_flatten(inputs)
     signatures = [_leaf_signature(leaf) for leaf in leaves]
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
+    devices = {device, *(leaf.device for leaf in leaves if isinstance(leaf, Tensor))}
     autocast = [Autocast(device).settings for device in sorted(devices, key=str)]
     return spec, signatures, autocast, torch.is_inference_mode_enabled()
 

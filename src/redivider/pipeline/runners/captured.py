@@ -56,9 +56,11 @@ from redivider.pipeline.runners.capturable import Settings, reason_against, sign
 from redivider.pipeline.runners.control import Control
 from redivider.pipeline.runners.cuda_graphs import CudaGraphs, Graphs
 from redivider.pipeline.runners.execution import Eager, Execution
+from redivider.pipeline.runners.recorded_transport import Part, RecordedTransport
 from redivider.pipeline.runners.recording import NONE, Recording
 from redivider.pipeline.runners.tick_state import TickState
-from redivider.pipeline.schedule import KINDS
+from redivider.pipeline.runners.transport import Source
+from redivider.pipeline.schedule import KINDS, Kind
 from redivider.pipeline.stages.fused_optimizer import fuse, has_hooks
 from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.ring_buffer import Ring
@@ -82,10 +84,10 @@ PART_FOR_PHASES = 1 / 32  # of a GPU's memory, for the tick states of all phases
 
 @dataclass
 class Phase:
-    """One recorded tick of the cycle: the function that replays it, and where its results lie."""
+    """One recorded tick of the cycle: how to replay it, and where its results lie."""
 
-    replay: Callable[[], None]
-    loss: Tensor
+    parts: list[Part]
+    loss: Tensor | None
     aux: Any
     entering: int
     """Micro-batch that entered while the phase was recorded."""
@@ -98,17 +100,17 @@ class Phase:
     """State after the phase, which the next phase reads."""
 
 
-def num_phases(accumulate: int, nbytes: int, device: torch.device) -> int:
+def num_phases(accumulate: int, nbytes: int, device: torch.device, least: int = 2) -> int:
     """Return the number of ticks to record, where each leaves a state of `nbytes` to the next.
 
     More phases copy that state less often, and take more memory. There are at least two, because a
-    phase reads a flag that the phase before has set.
+    phase reads a flag that the phase before has set; and more than messages may be on their way.
     """
     most = ceil(NUM_PHASES / accumulate)
-    if device.type == "cuda":
+    if device.type == "cuda" and nbytes:
         memory = PART_FOR_PHASES * torch.cuda.get_device_properties(device).total_memory
         most = min(most, int(memory / (accumulate * nbytes)))
-    return accumulate * max(most, ceil(2 / accumulate))
+    return accumulate * max(most, ceil(least / accumulate))
 
 
 class CapturedRunner(Execution):
@@ -134,7 +136,7 @@ class CapturedRunner(Execution):
 
     def step(self, x: Any, target: Any, side: dict[str, Any]) -> Tick | None:
         inputs = (x, target, side)
-        signature = signature_of(inputs), self._settings.current()
+        signature = signature_of(inputs, self._pipe.device), self._settings.current()
         if signature != self._signature or not self._is_steady():
             self.leave()
             self._signature, self._num_alike = signature, 0
@@ -222,19 +224,21 @@ class CapturedRunner(Execution):
 
     def _record(self, inputs: Any) -> None:
         pipe = self._pipe
-        entering = pipe.in_flight.next
-        device = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)).device
-        self._inputs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), inputs)
+        entering, device = pipe.in_flight.next, pipe.device
         self._recorded_signature = self._signature
-        self._autocast = Autocast(device)
         keeping = [(s, unit) for s, unit in self._units() if unit.keep == "input" and unit.kept]
         self._control = Control(pipe, device, len(keeping))
-        self._num_phases = num_phases(pipe.accumulate, TickState.of(pipe).nbytes, device)
+        least = 1 + pipe._transport.max_leaving
+        self._num_phases = num_phases(
+            pipe.accumulate, TickState.of(pipe).nbytes, device, max(2, least)
+        )
         # A new recorder for every recording: a pool cannot reuse the memory of dropped graphs.
         self._graphs = self._make_graphs(2 * len(pipe.stages))
         self._recording = Recording(
-            self._graphs, pipe.schedule, self._num_phases, self._control.microbatch
+            self._graphs, pipe.schedule, pipe._own, self._num_phases, self._control.microbatch
         )
+        self._fixed = self._make_fixed(entering, inputs)
+        self._norms = torch.zeros(pipe.schedule.num_stages, dtype=torch.float64, device=device)
         self._pending = [stage.num_pending for stage in pipe.stages]
         self._rings = {
             unit: (stage, Ring([k.value for k in unit.kept.values()], min(unit.kept), slots))
@@ -277,37 +281,32 @@ class CapturedRunner(Execution):
         drawn: list[torch.device] = []
         counters_by_times: dict[int, list[Tensor]] = {}
 
-        def run() -> Tick:
-            # A message is in flight for several ticks, and the next inputs overwrite these.
-            x, target, side = tree_map_only(Tensor, Tensor.clone, self._inputs)
-            pipe.in_flight.up[0][entering] = Message(
-                entering, Flow(x), self._autocast, side, target
-            )
+        def run() -> tuple[Tick, list[Part]]:
             pipe.in_flight.entered += 1
-            self._graphs.fork()
             with counted_later() as counters, captured_from(self._oldest(entering)) as draws:
                 tick = pipe._run_tick()
             drawn.extend(draws)
-            self._graphs.join()
-            self._recording.release()
             # A counter of a layer that two units share is in the list twice.
             for counter, times in Counter(counters).items():
                 counters_by_times.setdefault(times, []).append(counter)
+            is_last = len(self._phases) == self._num_phases - 1
+            if counters_by_times or is_last:
+                self._recording.join()
             for times, alike in counters_by_times.items():
                 torch._foreach_add_(alike, times)
-            if len(self._phases) == self._num_phases - 1:
+            if is_last:
                 TickState.of(pipe).copy_to(start)
-            return tick
+            assert isinstance(pipe._transport, RecordedTransport)
+            return tick, pipe._transport.take_parts()
 
-        replay, tick = self._graphs.record(run)
-        assert tick.loss is not None  # a steady tick has one
+        tick, parts = self._graphs.record(run)
         updates = [
             stage for stage, num in zip(pipe.stages, before, strict=True) if stage.num_updates > num
         ]
         done = [s in updates and pipe.schedule.runs_backward_first(s.index) for s in pipe.stages]
         ahead = [(int(d), max(0, num - d)) for d, num in zip(done, num_ahead, strict=True)]
         state, draws_on = TickState.of(pipe), drawn[0] if drawn else None
-        return Phase(replay, tick.loss, tick.aux, entering, updates, ahead, draws_on, state)
+        return Phase(parts, tick.loss, tick.aux, entering, updates, ahead, draws_on, state)
 
     def _enter(self) -> None:
         """Copy everything in flight to where the first phase reads it."""
@@ -325,28 +324,74 @@ class CapturedRunner(Execution):
         self.is_active = True
 
     def _replay(self, inputs: Any) -> Tick:
-        pipe, phase = self._pipe, self._phases[self._next]
-        for static, leaf in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True):
-            if isinstance(leaf, Tensor):
-                static.copy_(leaf.detach(), non_blocking=True)
-        entering = pipe.in_flight.next
+        pipe, phase, flight = self._pipe, self._phases[self._next], self._pipe.in_flight
+        transport, t, entering = pipe._transport, flight.tick, flight.next
         numbers = self._numbers(entering)
         self._control.send(numbers, phase.updates, phase.ahead)
         self._refresh_casts()
-        with replayed_from(self._oldest(entering), pipe.seed, phase.draws_on):
-            phase.replay()
+        x, target, side = inputs
+        if transport.is_spread:  # they outlive the step
+            target, side = tree_map_only(Tensor, Tensor.clone, (target, side))
+        transport.enter(entering, x, target, side)
+        flight.entered += 1
+        transport.begin_tick()
+        if transport.is_spread and transport.shares_norms:
+            for stage, norm in zip(
+                pipe.stages, self._phases[self._next - 1].state.norms, strict=True
+            ):
+                stage.norm = norm
+            torch.stack(transport.norms(pipe.stages), out=self._norms)
+        for part in phase.parts:
+            for source in part.read:
+                self._bring(source, entering)
+            if part.replay is not None:
+                with replayed_from(self._oldest(entering), pipe.seed, phase.draws_on):
+                    part.replay()
+            for direction, receiver, message in part.sent:
+                transport.deliver(direction, receiver, message)
+            if part.group is not None:
+                transport.exchange(t, part.group)
+        for stage in pipe.stages:
+            transport.forget(stage.index, entering - pipe.schedule.lag("B", stage.index))
         # The host counts what the graph has done.
-        pipe.in_flight.tick += 1
-        pipe.in_flight.entered += 1
+        flight.tick += 1
         for stage in pipe.stages:
             stage.num_pending += 1
         for stage in phase.updates:
             stage.num_pending = 0
             stage.num_updates += 1
         self._next = (self._next + 1) % self._num_phases
+        if phase.loss is None:  # it is in another process
+            return transport.share(Tick(), t)
         self._verify_losses(wait=False)
         # The next replay of this phase overwrites them.
-        return Tick(numbers[0], phase.loss.clone(), tree_map_only(Tensor, Tensor.clone, phase.aux))
+        aux = tree_map_only(Tensor, Tensor.clone, phase.aux)
+        return transport.share(Tick(numbers[0], phase.loss.clone(), aux), t)
+
+    def _bring(self, source: Source, entering: int) -> None:
+        """Copy a message that comes into the process to where a graph reads it."""
+        direction, stage = source
+        kind: Kind = "F" if direction == "up" else "B"
+        n = entering - self._pipe.schedule.lag(kind, stage)
+        message = self._pipe._transport.fetch(direction, stage, n)
+        targets, leaves = (tree_leaves(m.contents) for m in (self._fixed[source], message))
+        for target, leaf in zip(targets, leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                target.copy_(leaf.detach(), non_blocking=True)
+
+    def _make_fixed(self, entering: int, inputs: Any) -> dict[Source, Message]:
+        """Allocate the memory to which messages that come into the process are copied."""
+        pipe, (x, target, side), autocast = self._pipe, inputs, Autocast(self._pipe.device)
+        fixed: dict[Source, Message] = {}
+        for source in pipe._transport.sources:
+            if source == ("up", 0):
+                message = Message(entering, Flow(x), autocast, side)
+            else:
+                message = replace(pipe._transport.examples[source], autocast=autocast)
+            if source[0] == "up" and pipe._ends_here:
+                message = replace(message, target=target)
+            fixed[source] = message.mapped(partial(torch.zeros_like, device=pipe.device), entering)
+        return fixed
 
     def _verify_losses(self, *, wait: bool) -> None:
         """Raise if a loss was NaN: at once, or a few ticks later without waiting for the device."""
@@ -374,10 +419,13 @@ class CapturedRunner(Execution):
         kept = [(unit, dict(unit.kept)) for _, unit in self._units()]
         optimizers = [stage.optimizer for stage in pipe.stages if stage.optimizer is not None]
         pipe._tick_context, context = self._recording, pipe._tick_context
+        transport = pipe._transport
+        pipe._transport = RecordedTransport(transport, self._recording, self._fixed, self._norms)
         try:
             yield
         finally:
             pipe._tick_context, pipe._stopped = context, None
+            pipe._transport = transport
             for stage in pipe.stages:
                 stage.forget_prediction()
             for optimizer in optimizers:

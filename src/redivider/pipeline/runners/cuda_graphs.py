@@ -1,16 +1,23 @@
-"""Recording and replay of work on several lanes: on a GPU, CUDA graphs with one branch per lane."""
+"""Recording and replay of work on several lanes: on a GPU, CUDA graphs with one branch per lane.
+
+Work may be cut into parts, between which the host does what a graph cannot hold:
+
+    fork    lanes    join    main    cut    fork    lanes    join    cut
+    |---------- first part ----------|      |------ second part -----|
+"""
 
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from redivider.gpu.cuda_graph import capturing
 
 Result = TypeVar("Result")
+Replay: TypeAlias = Callable[[], None]
 
 NUM_PER_PRIORITY = 32  # distinct CUDA streams that torch's pool has for each priority
 
@@ -27,7 +34,7 @@ class Graphs(ABC):
 
     @abstractmethod
     def fork(self) -> None:
-        """Start all lanes after the work so far."""
+        """Start all lanes after the work so far; begin a part, if none has begun."""
 
     @abstractmethod
     def wait(self, lane: int, other: int) -> None:
@@ -38,8 +45,12 @@ class Graphs(ABC):
         """Order the next work after all lanes."""
 
     @abstractmethod
-    def record(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Record the work of a function; return a function that replays it, and the result."""
+    def cut(self) -> Replay | None:
+        """End a part; return a function that replays it, or None if none has begun."""
+
+    @abstractmethod
+    def record(self, run: Callable[[], Result]) -> Result:
+        """Call a function that records parts, and ends each."""
 
 
 class CudaGraphs(Graphs):
@@ -57,11 +68,16 @@ class CudaGraphs(Graphs):
         )
         gc.collect()  # frees the memory of dropped graphs before new ones are captured
         self._pool = torch.cuda.graph_pool_handle()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._capture = ExitStack()
 
     def lane(self, index: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[index])
 
     def fork(self) -> None:
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            self._capture.enter_context(capturing(self._graph, self._main, self._pool))
         for stream in self._streams:
             stream.wait_stream(self._main)
 
@@ -73,9 +89,14 @@ class CudaGraphs(Graphs):
         for stream in self._streams:
             self._main.wait_stream(stream)
 
-    def record(self, run: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        graph = torch.cuda.CUDAGraph()
+    def cut(self) -> Replay | None:
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return None
+        self._capture.close()
+        return graph.replay
+
+    def record(self, run: Callable[[], Result]) -> Result:
         torch.cuda.synchronize(self._device)
-        with capturing(graph, self._main, self._pool):
-            result = run()
-        return graph.replay, result
+        with self._capture:  # a capture that fails ends here
+            return run()

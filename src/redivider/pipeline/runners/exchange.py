@@ -49,7 +49,8 @@ class Mail:
         self._outgoing: dict[Direction, Outgoing] = {}
         self._sent: list[Direction] = []  # in this tick
         self._num_evaluated = Counter[str]()
-        most = 2 * schedule.max_ticks
+        self.max_leaving = most = 2 * schedule.max_ticks
+        """Messages to a neighbour that may be on their way, at most."""
         if team.place > 0:
             below = team.ranks[team.place - 1]
             self._incoming["up"] = Incoming(post, team, packing, below, "up", device)

@@ -51,9 +51,10 @@ class BetweenProcesses(Transport):
         share_norms: bool,
     ) -> None:
         super().__init__(in_flight, packing, caller_tensors)
-        self._team, self._own, self._device = team, own, device
-        self._share_loss, self._share_norms = share_loss, share_norms
+        self._team, self.own, self._device = team, own, device
+        self._share_loss, self.shares_norms = share_loss, share_norms
         self.mail = Mail(team, own, in_flight.schedule, packing, device)
+        self.max_leaving = self.mail.max_leaving
         self._contexts: dict[int, tuple[dict[str, Any], Autocast]] = {}
         self._future_targets: dict[int, Any] = {}  # of micro-batches on their way to the last rank
 
@@ -68,10 +69,12 @@ class BetweenProcesses(Transport):
         if team.is_last:
             self._caller_tensors.note(n, (), target)
         if team.is_last and team.num_places > 1:
-            self._future_targets[n], target = target, None
+            self._future_targets[n] = target
+        if self.is_spread:
+            target = None
         if team.place > 0:
             return None
-        self._caller_tensors.note(n, (x, side), target if team.is_last else None)
+        self._caller_tensors.note(n, (x, side), target)
         if x is None:
             raise ValueError("the first rank of a column needs the inputs, and got none")
         message = self._in_flight.up[0][n] = Message(n, Flow(x), autocast, side, target)
@@ -83,17 +86,20 @@ class BetweenProcesses(Transport):
         self.mail.expect(self._arriving(t + self._in_flight.schedule.max_ticks))
 
     def deliver(self, direction: Direction, stage: int, message: Message) -> None:
-        if stage in self._own:
+        if stage in self.own:
             self._put(direction, stage, message)
         else:
             self.mail.send(direction, message)
 
     def fetch(self, direction: Direction, stage: int, n: int) -> Message:
         inbox = self._in_flight.inbox(direction, stage)
-        return inbox.pop(n) if n in inbox else self._receive(direction, n)
+        message = inbox.pop(n) if n in inbox else self._receive(direction, n)
+        if (direction, stage) not in self.examples and (direction, stage) != ("up", 0):
+            self.examples[direction, stage] = message.mapped(_without_memory, n)
+        return message
 
     def forget(self, stage: int, n: int) -> None:
-        if stage == self._own[0]:
+        if stage == self.own[0]:
             del self._contexts[n]
 
     def exchange(self, t: int, group: int) -> None:
@@ -116,7 +122,7 @@ class BetweenProcesses(Transport):
     def restore(self, state: dict[str, Any]) -> None:
         """Note what a state knows of the micro-batches in flight, after the inboxes are filled."""
         flight = self._in_flight
-        ticks = flight.schedule.lag("B", self._own[0])  # until a micro-batch has left
+        ticks = flight.schedule.lag("B", self.own[0])  # until a micro-batch has left
         self._contexts = {
             n: (entry["side"], Autocast(self._device, entry["autocast"]))
             for n, entry in self._moved(state["microbatches"]).items()
@@ -131,7 +137,7 @@ class BetweenProcesses(Transport):
 
     def norms(self, stages: Sequence[Stage]) -> list[Tensor]:
         num_stages = self._in_flight.schedule.num_stages
-        if not self._share_norms:
+        if not self.shares_norms:
             return [torch.zeros(())] * num_stages  # unused
         mine = torch.zeros(num_stages, dtype=torch.float64, device=self._team.device)
         for stage in stages:
@@ -181,3 +187,7 @@ class BetweenProcesses(Transport):
 
     def _moved(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), tree)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")

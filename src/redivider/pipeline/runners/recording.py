@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redivider.pipeline.runners.cuda_graphs import Graphs
+from redivider.pipeline.runners.cuda_graphs import Graphs, Replay
 from redivider.pipeline.runners.tick_context import Kind, TickContext
 from redivider.pipeline.schedule import Schedule
 from redivider.pipeline.stages.message import Message
@@ -30,14 +30,21 @@ class Recording(TickContext):
     Args:
         graphs: Recorder of the lanes.
         schedule: Schedule of the pipeline.
+        own: Stages of this process.
         num_phases: Number of recorded ticks; each has a flag of its own.
         microbatch: One number on the device: the micro-batch whose loss the tick computes.
     """
 
     def __init__(
-        self, graphs: Graphs, schedule: Schedule, num_phases: int, microbatch: Tensor
+        self,
+        graphs: Graphs,
+        schedule: Schedule,
+        own: range,
+        num_phases: int,
+        microbatch: Tensor,
     ) -> None:
-        self._graphs, self._schedule = graphs, schedule
+        self._graphs, self._schedule, self._own = graphs, schedule, own
+        self._is_forked = False
         self._held: list[Message] = []
         self._microbatch = microbatch
         device = microbatch.device
@@ -48,30 +55,43 @@ class Recording(TickContext):
 
     def lane(self, kind: Kind, stage: int) -> AbstractContextManager[Any]:
         schedule, wait = self._schedule, self._graphs.wait
+        if not self._is_forked:
+            self._graphs.fork()
+            self._is_forked = True
         forward, backward = self._lane("F", stage), self._lane("B", stage)
         if kind == "U":
             wait(backward, forward)
         elif kind == "F":
             if schedule.runs_backward_first(stage):
                 wait(forward, backward)  # for the update
-            if stage > 0 and schedule.is_read_at_once("up", stage):
+            if stage > self._own[0] and schedule.is_read_at_once("up", stage):
                 wait(forward, self._lane("F", stage - 1))
-        elif stage < schedule.num_stages - 1 and schedule.is_read_at_once("down", stage):
+        elif stage < self._own[-1] and schedule.is_read_at_once("down", stage):
             wait(backward, self._lane("B", stage + 1))
         return self._graphs.lane(forward if kind == "F" else backward)
 
+    def join(self) -> None:
+        """Order the next work after all lanes, and release what was held for them."""
+        self._graphs.fork()  # a part begins here, if none has begun
+        self._graphs.join()
+        self._is_forked = False
+        self._held.clear()
+
+    def cut(self) -> Replay | None:
+        """End a part of the tick, if one has begun; return a function that replays it."""
+        if self._is_forked:
+            self.join()
+        return self._graphs.cut()
+
     def _lane(self, kind: Kind, stage: int) -> int:
-        last = self._schedule.num_stages - 1
-        return stage if kind == "F" and stage < last else last + 1 + stage
+        place, num = stage - self._own[0], len(self._own)
+        is_last = stage == self._schedule.num_stages - 1
+        return place if kind == "F" and not is_last else num + place
 
     def hold(self, message: Message) -> None:
-        """Keep a message until the tick ends: its memory belongs to the lane that sent it."""
+        """Keep a message until lanes join: its memory belongs to the lane that sent it."""
         if self._schedule.num_groups > 1:
             self._held.append(message)
-
-    def release(self) -> None:
-        """Release what was held, when all lanes have joined."""
-        self._held.clear()
 
     def guard(self, loss: Tensor, microbatch: int) -> None:
         loss = loss.detach()

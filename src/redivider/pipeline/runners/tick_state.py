@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class TickState:
-    """Messages by stage and micro-batch, gradients by parameter, and each stage's gradient norm."""
+    """Messages by stage and micro-batch, gradients by parameter, and each stage's gradient norm.
+
+    Messages that come from outside of the process are no part of it.
+    """
 
     up: Inboxes
     down: Inboxes
@@ -26,10 +29,9 @@ class TickState:
     def of(cls, pipe: "Pipeline") -> "TickState":
         """Return a pipeline's current state: its own tensors, in new dictionaries."""
         params = [param for stage in pipe.stages for param in stage.module.parameters()]
-        up, down = (
-            [dict(inbox) for inbox in inboxes]
-            for inboxes in (pipe.in_flight.up, pipe.in_flight.down)
-        )
+        sources, flight = pipe._transport.sources, pipe.in_flight
+        up = [{} if ("up", j) in sources else dict(box) for j, box in enumerate(flight.up)]
+        down = [{} if ("down", j) in sources else dict(box) for j, box in enumerate(flight.down)]
         norms = [stage.norm for stage in pipe.stages]
         return cls(up, down, {param: param.grad for param in params}, norms)
 
@@ -47,8 +49,12 @@ class TickState:
 
     def restore_to(self, pipe: "Pipeline") -> None:
         """Make a pipeline resume from this state."""
-        pipe.in_flight.up = [dict(inbox) for inbox in self.up]
-        pipe.in_flight.down = [dict(inbox) for inbox in self.down]
+        sources, flight = pipe._transport.sources, pipe.in_flight
+        for direction, boxes in (("up", self.up), ("down", self.down)):
+            inboxes = flight.up if direction == "up" else flight.down
+            for j, box in enumerate(boxes):
+                if (direction, j) not in sources:
+                    inboxes[j] = dict(box)
         for param, grad in self.grads.items():
             param.grad = grad
         for stage, norm in zip(pipe.stages, self.norms, strict=True):
@@ -84,7 +90,7 @@ class TickState:
     def _tensors(self) -> list[Tensor]:
         """Return all tensors, in an order that does not change from tick to tick."""
         trees = [
-            (message.flow.value, message.side, message.target, message.grads)
+            message.contents
             for inbox in (*self.up, *self.down)
             for _, message in sorted(inbox.items())
         ]

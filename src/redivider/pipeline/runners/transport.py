@@ -5,13 +5,13 @@ A tick calls it in this order, whatever moves the messages:
     enter                             a new micro-batch, before the tick
     begin_tick
       fetch, run a stage, deliver     for every action of a group
-      exchange                        after the group; then stages update
+      exchange                        after the group; then stages compute what is not sent
     share                             the loss, after the tick
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ from redivider.pipeline.stages.stage import Stage
 from redivider.pipeline.tick import Tick
 from redivider.replay.autocast import Autocast
 from redivider.tree import tensors_of
+
+Source: TypeAlias = tuple[Direction, int]  # where messages come in: direction and stage
 
 
 class Transport(ABC):
@@ -40,6 +42,32 @@ class Transport(ABC):
     ) -> None:
         self._in_flight, self._packing = in_flight, packing
         self._caller_tensors = caller_tensors
+        self.own = range(in_flight.schedule.num_stages)
+        """Stages of this process."""
+        self.max_leaving = 0
+        """Messages to other processes that may be on their way, at most."""
+        self.shares_norms = False
+        """Whether processes exchange gradient norms in every tick."""
+        self.examples: dict[Source, Message] = {}
+        """Message of each source in another process, without memory."""
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other processes hold stages."""
+        return len(self.own) < self._in_flight.schedule.num_stages
+
+    @property
+    def sources(self) -> list[Source]:
+        """Where messages come into this process, micro-batches that enter included."""
+        sources: list[Source] = [("up", self.own[0])]
+        if self.own[-1] < self._in_flight.schedule.num_stages - 1:
+            sources.append(("down", self.own[-1]))
+        return sources
+
+    def is_urgent(self, stage: int) -> bool:
+        """Return whether another process waits for the gradients that a stage sends."""
+        schedule = self._in_flight.schedule
+        return stage == self.own[0] and self.is_spread and schedule.is_tight(stage)
 
     @abstractmethod
     def enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> Message | None:

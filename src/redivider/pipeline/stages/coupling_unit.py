@@ -11,7 +11,8 @@ from redivider.backward.recovery import Recovered, recover
 from redivider.backward.row import prepare_streams
 from redivider.coupling import Coupling, verify_residual
 from redivider.pipeline.stages.message import Flow
-from redivider.pipeline.stages.unit import Grads, Kept, Place, Unit
+from redivider.pipeline.stages.split_backward import pull_back_first
+from redivider.pipeline.stages.unit import Grads, Kept, LaterGrads, Place, Unit
 from redivider.replay import Call, GraphRun
 from redivider.replay.statistics import statistics_untouched
 
@@ -47,15 +48,21 @@ class CouplingUnit(Unit):
         return Flow((value, None), dtype)
 
     def _run_backward(
-        self, kept: Kept, flow: Flow, grads: Grads, side: dict[str, Any]
-    ) -> tuple[Flow, list[Tensor | None], int]:
+        self, kept: Kept, flow: Flow, grads: Grads, side: dict[str, Any], *, is_split: bool
+    ) -> tuple[Flow, list[Tensor | None], LaterGrads]:
         dc, da = grads
         if kept.run is None:
             recovered, below = self._recover(kept, flow, side)
         else:
             recovered, below = Recovered(None, kept.run), Flow(None)
         with self._holding_weights_of(recovered.run):
-            return below, recovered.pull_back(dc, da), 2
+            if is_split and not recovered.joined:
+                [through_f], later = pull_back_first(recovered.run, [dc], 1)
+                if through_f is not None:
+                    da = through_f if da is None else da + through_f
+                return below, [da, dc], later
+            da, db, *others = recovered.pull_back(dc, da)
+            return below, [da, db], lambda: others
 
     def _recover(self, kept: Kept, flow: Flow, side: dict[str, Any]) -> tuple[Recovered, Flow]:
         """Evaluate f at the first stream once more, and rebuild the second one if it is needed."""

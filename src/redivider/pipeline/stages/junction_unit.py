@@ -12,7 +12,8 @@ from redivider.backward.strategy import Keep
 from redivider.chain import taken
 from redivider.pipeline.stages.aliasing import unaliased
 from redivider.pipeline.stages.message import Flow
-from redivider.pipeline.stages.unit import Grads, Kept, Place, Unit
+from redivider.pipeline.stages.split_backward import pull_back_first
+from redivider.pipeline.stages.unit import Grads, Kept, LaterGrads, Place, Unit
 from redivider.tree import tensors_of
 
 
@@ -46,8 +47,8 @@ class JunctionUnit(Unit):
         return Flow(value, dtype)
 
     def _run_backward(
-        self, kept: Kept, flow: Flow, grads: Grads, side: dict[str, Any]
-    ) -> tuple[Flow, list[Tensor | None], int]:
+        self, kept: Kept, flow: Flow, grads: Grads, side: dict[str, Any], *, is_split: bool
+    ) -> tuple[Flow, list[Tensor | None], LaterGrads]:
         run, own_input = kept.run, self._flow_of_kept(kept.value, kept.dtype)
         if run is None:
             argument = self._argument(own_input)
@@ -60,4 +61,7 @@ class JunctionUnit(Unit):
         num_inputs = len(run.leaves) - len(self.parameters) - num_side
         below = own_input if self._place.hands_down else Flow(None)
         with self._holding_weights_of(run):
-            return below, run.pull_back(grads), num_inputs
+            if is_split:
+                return below, *pull_back_first(run, grads, num_inputs)
+            all_grads = run.pull_back(grads)
+            return below, all_grads[:num_inputs], lambda: all_grads[num_inputs:]

@@ -1,5 +1,6 @@
 """Values that travel: between units of a stage as a `Flow`, between stages as a `Message`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,11 +37,18 @@ class Message:
         self.flow = Flow(dense(self.flow.value), self.flow.dtype)
         self.grads = [grad if grad is None else dense(grad) for grad in self.grads]
 
+    @property
+    def contents(self) -> tuple[Any, ...]:
+        """All that holds tensors."""
+        return self.flow.value, self.side, self.target, self.grads
+
     def cloned(self, microbatch: int) -> "Message":
         """Clone all tensors, for another micro-batch."""
-        value, side, target, grads = tree_map_only(
-            Tensor, Tensor.clone, (self.flow.value, self.side, self.target, self.grads)
-        )
+        return self.mapped(Tensor.clone, microbatch)
+
+    def mapped(self, function: Callable[[Tensor], Tensor], microbatch: int) -> "Message":
+        """Return a message of the same form, for another micro-batch."""
+        value, side, target, grads = tree_map_only(Tensor, function, self.contents)
         flow = Flow(value, self.flow.dtype)
         return Message(microbatch, flow, self.autocast, side, target, grads)
 

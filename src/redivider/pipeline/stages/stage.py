@@ -74,6 +74,7 @@ class Stage:
         """Function that averages gradients and running statistics over replicas, if any."""
         self.ahead: Ahead | None = None
         """Settings of look-ahead; None without it."""
+        self._postponed: list[Callable[[], None]] = []
         self._predicted: tuple[Any, Prediction | None] = (None, None)
 
     def forward_weights(self, unit: Unit) -> Sequence[Tensor]:
@@ -92,14 +93,31 @@ class Stage:
                     flow = unit.forward(n, flow, message.side, ahead)
         return Message(n, flow, message.autocast, message.side, message.target)
 
-    def run_backward(self, message: Message) -> Message:
-        """Run the backward of an old micro-batch; return the message to the previous stage."""
+    def run_backward(self, message: Message, *, is_urgent: bool = False) -> Message:
+        """Run the backward of an old micro-batch; return the message to the previous stage.
+
+        Args:
+            message: Message from the next stage.
+            is_urgent: Whether to leave gradients of weights to `finish_backward`.
+        """
         n, flow, grads = message.microbatch, message.flow, message.grads
+        postponed = self._postponed if is_urgent else None
         for unit in reversed(self.units):
             with naming(self._where(unit.name, n)):
-                flow, grads = unit.backward(n, flow, grads, message.side)
+                flow, grads = unit.backward(n, flow, grads, message.side, postponed)
         self.num_pending += 1
         return Message(n, flow, message.autocast, message.side, grads=grads)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether gradients of weights are left to compute."""
+        return bool(self._postponed)
+
+    def finish_backward(self) -> None:
+        """Compute the gradients of weights that a backward has left."""
+        postponed, self._postponed = self._postponed, []
+        for finish in postponed:
+            finish()
 
     @property
     def groups(self) -> list[dict[str, Any]]:

@@ -43,6 +43,7 @@ from redivider.replay.random import Seeded
 from redivider.tree import tensors_of
 
 Grads: TypeAlias = Sequence[Tensor | None]
+LaterGrads: TypeAlias = Callable[[], list[Tensor | None]]
 PullBack: TypeAlias = Callable[[Grads], tuple[list[Tensor | None], list[Tensor | None]]]
 
 
@@ -145,9 +146,12 @@ class Unit(ABC):
 
     @abstractmethod
     def _run_backward(
-        self, kept: Kept, flow: Flow, grads: Grads, side: dict[str, Any]
-    ) -> tuple[Flow, list[Tensor | None], int]:
-        """Return the flow down, the gradients of all leaves, and how many are of the input."""
+        self, kept: Kept, flow: Flow, grads: Grads, side: dict[str, Any], *, is_split: bool
+    ) -> tuple[Flow, list[Tensor | None], LaterGrads]:
+        """Return the flow down, the gradients of the input, and a function for those of the rest.
+
+        With `is_split` that function computes them.
+        """
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -197,7 +201,12 @@ class Unit(ABC):
         return self._result(flow, argument, output, weights)
 
     def backward(
-        self, microbatch: int, flow: Flow, grads: Grads, side: dict[str, Any]
+        self,
+        microbatch: int,
+        flow: Flow,
+        grads: Grads,
+        side: dict[str, Any],
+        postponed: list[Callable[[], None]] | None = None,
     ) -> tuple[Flow, list[Tensor | None]]:
         """Run the backward of an old micro-batch, and add to the gradients of the parameters.
 
@@ -206,6 +215,7 @@ class Unit(ABC):
             flow: The unit's output, where the input must be rebuilt from it.
             grads: Gradients of the output's tensors.
             side: The micro-batch's keywords.
+            postponed: List to which to add the work on the parameters; None to do it now.
 
         Returns:
             The unit's input, where the unit below must rebuild its own from it, and its gradients.
@@ -213,10 +223,18 @@ class Unit(ABC):
         kept = self.kept.pop(microbatch)
         if self.ring is not None:
             kept = replace(kept, value=self.ring.take())
-        below, all_grads, num_inputs = self._run_backward(kept, flow, grads, side)
-        input_grads = all_grads[:num_inputs]
-        accumulate(self.parameters, self._own(all_grads), self.widen, others=input_grads)
-        self.weights.give_back(kept.version)
+        # A unit that stashes weights holds those of this micro-batch only during this call.
+        is_split = postponed is not None and self.weights.stash is None
+        below, input_grads, others = self._run_backward(kept, flow, grads, side, is_split=is_split)
+
+        def finish() -> None:
+            accumulate(self.parameters, self._own(others()), self.widen, others=input_grads)
+            self.weights.give_back(kept.version)
+
+        if postponed is None:
+            finish()
+        else:
+            postponed.append(finish)
         return below, input_grads
 
     def evaluate(self, flow: Flow, side: dict[str, Any]) -> Flow:
@@ -245,8 +263,10 @@ class Unit(ABC):
 
         def pull_back(grads: Grads) -> tuple[list[Tensor | None], list[Tensor | None]]:
             with call.holding(leaves):
-                _, all_grads, num_inputs = self._run_backward(kept, Flow(None), grads, side)
-            return all_grads[:num_inputs], self._own(all_grads)
+                _, input_grads, others = self._run_backward(
+                    kept, Flow(None), grads, side, is_split=False
+                )
+            return input_grads, self._own(others())
 
         return self._result(flow, argument, _detached(kept.run.output)), pull_back
 

@@ -1,0 +1,111 @@
+"""Transport of a tick that is recorded.
+
+A graph reads and writes the same memory at every replay. So messages that come into the process are
+copied to fixed memory before a part of the tick is replayed, and messages that leave it are read
+from fixed memory afterwards:
+
+    fetch, copy | replay actions | deliver, exchange | replay updates | fetch, copy | ...
+
+In one process nothing leaves, and a tick has one part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from redivider.pipeline.runners.cuda_graphs import Replay
+from redivider.pipeline.runners.recording import Recording
+from redivider.pipeline.runners.transport import Source, Transport
+from redivider.pipeline.schedule import Direction
+from redivider.pipeline.stages.message import Message
+from redivider.pipeline.stages.stage import Stage
+from redivider.pipeline.tick import Tick
+from redivider.replay.autocast import Autocast
+
+
+@dataclass
+class Part:
+    """Part of a recorded tick, with the messages before and after it."""
+
+    replay: Replay | None = None
+    """Function that replays it; None if there is nothing to compute."""
+    read: list[Source] = field(default_factory=list)
+    """Where messages come into the process that this part reads."""
+    sent: list[tuple[Direction, int, Message]] = field(default_factory=list)
+    """Messages that leave the process after it."""
+    group: int | None = None
+    """Group of actions that it ends, after which processes exchange messages."""
+
+
+class RecordedTransport(Transport):
+    """Transport of a tick that is recorded, in place of a pipeline's own.
+
+    Args:
+        transport: Transport of the pipeline.
+        recording: Context of the tick.
+        fixed: Fixed memory of the messages that come into the process.
+        norms: Fixed memory of the gradient norms of all stages, where processes exchange them.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        recording: Recording,
+        fixed: dict[Source, Message],
+        norms: Tensor,
+    ) -> None:
+        super().__init__(transport._in_flight, transport._packing, transport._caller_tensors)
+        self._recording, self._fixed, self._norms = recording, fixed, norms
+        self.own = transport.own
+        self._parts: list[Part] = []
+        self._part = Part()
+
+    def take_parts(self) -> list[Part]:
+        """Return the parts of the recorded tick, when it ends."""
+        self._end_part()
+        parts, self._parts = self._parts, []
+        return parts
+
+    def fetch(self, direction: Direction, stage: int, n: int) -> Message:
+        source = (direction, stage)
+        if source not in self._fixed:
+            return self._in_flight.inbox(direction, stage).pop(n)
+        self._part.read.append(source)
+        # What the message holds may be in flight for several ticks, and the next one overwrites it.
+        return self._fixed[source].cloned(n)
+
+    def deliver(self, direction: Direction, stage: int, message: Message) -> None:
+        if stage in self.own:
+            self._put(direction, stage, message)
+        else:
+            self._part.sent.append((direction, stage, message))
+
+    def exchange(self, t: int, group: int) -> None:
+        if self.is_spread:
+            self._part.group = group
+            self._end_part()
+
+    def norms(self, stages: Sequence[Stage]) -> list[Tensor]:
+        return list(self._norms) if self.is_spread else [stage.norm for stage in stages]
+
+    def enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> Message | None:
+        raise NotImplementedError("the pipeline's own transport notes what enters")
+
+    def contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
+        return {}
+
+    def begin_tick(self) -> None:
+        pass
+
+    def forget(self, stage: int, n: int) -> None:
+        pass
+
+    def share(self, tick: Tick, t: int) -> Tick:
+        return tick
+
+    def _end_part(self) -> None:
+        self._part.replay = self._recording.cut()
+        self._parts.append(self._part)
+        self._part = Part()
