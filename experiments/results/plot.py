@@ -57,7 +57,7 @@ def place(row: Row) -> Row:
     if "-stages-" in row["run"]:
         above = (num_in_flight(row), 92.3)
         return {"xytext": above, "ha": "center", "fontsize": 7, "color": "tab:orange"}
-    below = (-6, -4 if row["latency"] != 1 else -12)
+    below = (-6, {0.5: -22, 1: -12}.get(row["latency"], -4))
     return {"xytext": below, "textcoords": "offset points", "ha": "right", "fontsize": 7}
 
 

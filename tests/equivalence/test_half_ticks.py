@@ -160,15 +160,14 @@ def watch_sends(rank, latencies):
     for latency in latencies:
         pipe = rd.DistributedPipeline(cases.model(), **cases.options(latency=latency))
         params = [param for stage in pipe.stages for param in stage.module.parameters()]
-        mail, seen = pipe._transport.mail, []
-        send = mail.send
+        seen: list[bool] = []
 
-        def watched(direction, message, send=send, seen=seen, params=params):
+        def watched(direction, message, send=pipe._transport.mail.send, seen=seen, params=params):
             if direction == "down":
                 seen.append(any(param.grad is not None for param in params))
             send(direction, message)
 
-        mail.send = watched
+        pipe._transport.mail.send = watched  # type: ignore[method-assign]
         cases.run(pipe, 0, 8)
         cases.finish(pipe)
         results.append((len(seen), set(seen)))
