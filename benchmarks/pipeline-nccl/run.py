@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ SIZES = (MIB // 16, MIB, 64 * MIB)  # bytes of a message
 NUM_TURNS = 7  # of bare and ours, one after the other
 NUM_TRIPS = 40  # there and back, in a turn
 NUM_TICKS = 200
+# A tick, which returns whether it was captured, and its pipeline.
+Made: TypeAlias = tuple[Callable[[], bool], rd.DistributedPipeline]
 
 
 def main() -> None:
@@ -152,7 +154,7 @@ def sgd(stage: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(stage.parameters(), lr=1e-5, momentum=0.9)
 
 
-def couplings(team: Team, num: int, capture: bool) -> Callable[[], Any]:
+def couplings(team: Team, num: int, capture: bool) -> Made:
     """Return a tick of two stages of some couplings; the GPU is almost idle."""
     units = [rd.Coupling(nn.Linear(16, 16)) for _ in range(2 * num)]
     model = rd.Chain([rd.Duplicate(), *units, rd.Fuse("mean")]).to(team.device)
@@ -161,10 +163,15 @@ def couplings(team: Team, num: int, capture: bool) -> Callable[[], Any]:
         model, stages=cut, loss=F.mse_loss, optimizer=sgd, capture=capture
     )
     x = torch.randn(8, 16, device=team.device)
-    return lambda: (pipe.step(x, x), pipe._execution.is_active)[1]
+
+    def step() -> bool:
+        pipe.step(x, x)
+        return pipe._execution.is_active
+
+    return step, pipe
 
 
-def revnet18(team: Team, capture: bool) -> Callable[[], Any]:
+def revnet18(team: Team, capture: bool) -> Made:
     """Return a tick of RevNet-18 in two stages, with micro-batches of 16 images."""
     model = rd.create_model("revnet18", num_classes=10, image_size=32).to(team.device)
     pipe = rd.DistributedPipeline(
@@ -178,17 +185,27 @@ def revnet18(team: Team, capture: bool) -> Callable[[], Any]:
             pipe.step(x, target)
         return pipe._execution.is_active
 
-    return step
+    return step, pipe
 
 
-def host_time(team: Team, step: Callable[[], bool]) -> float:
-    """Return the host's milliseconds for a tick, of the slower rank."""
+def host_time(team: Team, made: Made) -> float:
+    """Return the milliseconds that the host works for a tick, of the slower rank."""
+    step, pipe = made
     is_captured = [step() for _ in range(20)][-1]
+    poll, waited = pipe.team._poll, 0.0
+
+    def timed_poll(*args: Any, **kwargs: Any) -> None:
+        nonlocal waited
+        start = time.thread_time()
+        poll(*args, **kwargs)
+        waited += time.thread_time() - start
+
+    pipe.team._poll = timed_poll  # type: ignore[method-assign]
     times = []
     for _ in range(NUM_TICKS):
-        start = time.thread_time()  # of this thread, including its polls of transfers
+        start, waited = time.thread_time(), 0.0  # of this thread, without waiting for the GPU
         step()
-        times.append(time.thread_time() - start)
+        times.append(time.thread_time() - start - waited)
     if is_captured and os.environ.get("PROFILE"):
         profile(step, prints=team.rank == int(os.environ["PROFILE"]))
     return team.agree(median(times) * 1e3)

@@ -5,8 +5,8 @@ Checked with torch 2.11 and 2.13. `Tensor._version`, `Tensor._base`, `torch._for
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,3 +94,29 @@ def nccl_group(backend: Any) -> Iterator[None]:
     finally:
         with contextlib.suppress(RuntimeError, AttributeError):
             backend._group_end()
+
+
+class Operation(NamedTuple):
+    """Send or receive of a tensor."""
+
+    is_send: bool
+    tensor: Tensor
+    rank: int
+
+
+def begin_batch(group: Any, batch: Sequence[Operation]) -> list[Any]:
+    """Begin sends and receives as one batch; return the works.
+
+    On a GPU without the checks of `dist.batch_isend_irecv`, which take the host longer.
+    """
+    device = batch[0].tensor.device
+    if device.type != "cuda":
+        functions: tuple[Any, Any] = dist.irecv, dist.isend
+        return dist.batch_isend_irecv(
+            [dist.P2POp(functions[is_send], tensor, rank, group) for is_send, tensor, rank in batch]
+        )
+    group._start_coalescing(device)
+    for is_send, tensor, rank in batch:
+        begin = group.send if is_send else group.recv
+        begin([tensor], dist.get_group_rank(group, rank), 0)
+    return [group._end_coalescing(device)]

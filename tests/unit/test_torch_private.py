@@ -19,7 +19,7 @@ ROOT = Path(redivider.__file__).parent
 PRIVATE = re.compile(
     r"\btorch\.[\w.]*\b_(?!foreach_|pytree)[a-z]\w*|distributed_c10d|_execution_engine|_orig_mod"
     r"|_compiled_call_impl|\._(forward|backward)_(pre_)?hooks|\._post_accumulate_grad_hooks"
-    r"|_group_(start|end)|\._get_backend"
+    r"|_group_(start|end)|_(start|end)_coalescing|\._get_backend"
 )
 
 
@@ -140,3 +140,9 @@ def test_operations_are_seen():
     with Seen():
         torch.ones(2) + 1
     assert "aten.add.Tensor" in names
+
+
+def test_a_process_group_begins_sends_and_receives_as_one():
+    """Only NCCL can do it: tests/gpu/test_nccl.py uses these."""
+    for name in ("_start_coalescing", "_end_coalescing", "send", "recv"):
+        assert callable(getattr(dist.ProcessGroup, name))

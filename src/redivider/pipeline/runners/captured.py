@@ -49,7 +49,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from redivider.backward.mailbox import Mailbox
 from redivider.pipeline.runners.capturable import Settings, reason_against, signature_of
@@ -60,7 +60,7 @@ from redivider.pipeline.runners.recorded_transport import Part, RecordedTranspor
 from redivider.pipeline.runners.recording import NONE, Recording
 from redivider.pipeline.runners.tick_state import TickState
 from redivider.pipeline.runners.transport import Source
-from redivider.pipeline.schedule import KINDS, Kind
+from redivider.pipeline.schedule import KINDS
 from redivider.pipeline.stages.fused_optimizer import fuse, has_hooks
 from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.ring_buffer import Ring
@@ -161,6 +161,7 @@ class CapturedRunner(Execution):
             return
         self.is_active = False
         pipe, before = self._pipe, self._phases[self._next - 1]
+        pipe._transport.end_rotation()
         entered = pipe.in_flight.next - 1  # the last one
         before.state.clone(entered - before.entering).restore_to(pipe)
         device = self._control.device
@@ -178,6 +179,7 @@ class CapturedRunner(Execution):
 
     def forget(self) -> None:
         self.is_active = False
+        self._pipe._transport.end_rotation()
         self._phases, self._num_alike = [], 0
         for _, unit in self._units():
             unit.ring = None
@@ -237,7 +239,7 @@ class CapturedRunner(Execution):
         self._recording = Recording(
             self._graphs, pipe.schedule, pipe._own, self._num_phases, self._control.microbatch
         )
-        self._fixed = self._make_fixed(entering, inputs)
+        self._fixed = self._allocate(entering, inputs)
         self._norms = torch.zeros(pipe.schedule.num_stages, dtype=torch.float64, device=device)
         self._pending = [stage.num_pending for stage in pipe.stages]
         self._rings = {
@@ -320,6 +322,7 @@ class CapturedRunner(Execution):
         for unit, (_, ring) in self._rings.items():
             ring.fill([kept.value for kept in unit.kept.values()], min(unit.kept))
             unit.ring = ring
+        pipe._transport.begin_rotation()
         self._next = 0
         self.is_active = True
 
@@ -330,8 +333,9 @@ class CapturedRunner(Execution):
         self._control.send(numbers, phase.updates, phase.ahead)
         self._refresh_casts()
         x, target, side = inputs
-        if transport.is_spread:  # they outlive the step
-            target, side = tree_map_only(Tensor, Tensor.clone, (target, side))
+        if transport.is_spread:  # what a later tick reads
+            side = tree_map_only(Tensor, Tensor.clone, side) if side else side
+            target = tree_map_only(Tensor, Tensor.clone, target) if pipe._ends_here else None
         transport.enter(entering, x, target, side)
         flight.entered += 1
         transport.begin_tick()
@@ -347,8 +351,8 @@ class CapturedRunner(Execution):
             if part.replay is not None:
                 with replayed_from(self._oldest(entering), pipe.seed, phase.draws_on):
                     part.replay()
-            for direction, receiver, message in part.sent:
-                transport.deliver(direction, receiver, message)
+            for direction, data in part.sent:
+                transport.send_packed(direction, data)
             if part.group is not None:
                 transport.exchange(t, part.group)
         for stage in pipe.stages:
@@ -369,29 +373,20 @@ class CapturedRunner(Execution):
         return transport.share(Tick(numbers[0], phase.loss.clone(), aux), t)
 
     def _bring(self, source: Source, entering: int) -> None:
-        """Copy a message that comes into the process to where a graph reads it."""
+        """Bring a message that comes into the process to where the next phase reads it."""
         direction, stage = source
-        kind: Kind = "F" if direction == "up" else "B"
-        n = entering - self._pipe.schedule.lag(kind, stage)
-        message = self._pipe._transport.fetch(direction, stage, n)
-        targets, leaves = (tree_leaves(m.contents) for m in (self._fixed[source], message))
-        for target, leaf in zip(targets, leaves, strict=True):
-            if isinstance(leaf, Tensor):
-                target.copy_(leaf.detach(), non_blocking=True)
+        n = entering - self._pipe.schedule.lag("F" if direction == "up" else "B", stage)
+        fixed = self._fixed[source][self._next]
+        self._pipe._transport.bring(source, n, fixed, self._next)
 
-    def _make_fixed(self, entering: int, inputs: Any) -> dict[Source, Message]:
-        """Allocate the memory to which messages that come into the process are copied."""
+    def _allocate(self, entering: int, inputs: Any) -> dict[Source, list[Message]]:
+        """Allocate the memory from which phases read messages that come into the process."""
         pipe, (x, target, side), autocast = self._pipe, inputs, Autocast(self._pipe.device)
-        fixed: dict[Source, Message] = {}
-        for source in pipe._transport.sources:
-            if source == ("up", 0):
-                message = Message(entering, Flow(x), autocast, side)
-            else:
-                message = replace(pipe._transport.examples[source], autocast=autocast)
-            if source[0] == "up" and pipe._ends_here:
-                message = replace(message, target=target)
-            fixed[source] = message.mapped(partial(torch.zeros_like, device=pipe.device), entering)
-        return fixed
+        message = Message(entering, Flow(x), autocast, side, target if pipe._ends_here else None)
+        return {
+            source: pipe._transport.allocate(source, message, self._num_phases, pipe.device)
+            for source in pipe._transport.sources
+        }
 
     def _verify_losses(self, *, wait: bool) -> None:
         """Raise if a loss was NaN: at once, or a few ticks later without waiting for the device."""

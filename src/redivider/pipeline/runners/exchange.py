@@ -4,14 +4,16 @@ schedule.py says which messages a tick has; wire.py moves them.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from redivider.pipeline.runners.topology import Team
 from redivider.pipeline.runners.wire import (
     AS_IT_IS,
+    Buffers,
     Incoming,
     Outgoing,
     Post,
@@ -21,6 +23,9 @@ from redivider.pipeline.runners.wire import (
 from redivider.pipeline.schedule import Direction, Leg, Schedule
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.message import Flow, Message
+
+# Flow, gradients and, upwards, side inputs of a message.
+Contents: TypeAlias = tuple[Flow, list[Any], dict[str, Any]]
 
 
 class Mail:
@@ -82,15 +87,45 @@ class Mail:
 
     def send(self, direction: Direction, message: Message) -> None:
         """Send a message to the next process, or to the one before."""
+        self.send_packed(direction, self.pack(direction, message))
+
+    def pack(self, direction: Direction, message: Message) -> list[Tensor]:
+        """Return the bytes of a message to the next process, or to the one before."""
         flow, side = message.flow, message.side if direction == "up" else {}
         tree, exact = (flow.value, message.grads), (name_of(flow.dtype), side)
-        self._outgoing[direction].send(tree, exact)
+        return self._outgoing[direction].pack(tree, exact)
+
+    def send_packed(self, direction: Direction, data: list[Tensor]) -> None:
+        """Send the bytes of a message."""
+        self._outgoing[direction].send_packed(data)
         self._sent.append(direction)
 
-    def take(self, direction: Direction) -> tuple[Flow, list[Any], dict[str, Any]]:
+    def take(self, direction: Direction) -> Contents:
         """Wait for the next message; return its flow, gradients and, upwards, side inputs."""
-        (value, grads), (dtype, side) = self._incoming[direction].take()
-        return Flow(value, dtype_of(dtype)), grads, side
+        return _contents(self._incoming[direction].take())
+
+    def allocate(self, direction: Direction) -> tuple[Buffers, Contents]:
+        """Return memory for a message, of zeros, and the message in it."""
+        line = self._incoming[direction]
+        buffers = line.allocate()
+        for tensor in buffers.data:
+            tensor.zero_()
+        return buffers, _contents(line.unpack(buffers))
+
+    def take_into(self, direction: Direction, buffers: Buffers) -> None:
+        """Wait for the next message, and leave it in these buffers."""
+        received = self._incoming[direction].take_buffers()
+        if received is not buffers:
+            torch._foreach_copy_(buffers.parts, received.parts)
+
+    def rotate(self, direction: Direction, rotation: Sequence[Buffers], num_read: int) -> None:
+        """Receive the next messages into these buffers, in turns (`Incoming.rotate`)."""
+        self._incoming[direction].rotate(rotation, num_read)
+
+    def stop_rotating(self) -> None:
+        """Allocate memory for every message again."""
+        for line in self._incoming.values():
+            line.stop_rotating()
 
     def exchange(self, t: int, group: int, entered: int) -> None:
         """Start the batch of a group of actions, if the backend matches by order."""
@@ -140,3 +175,8 @@ class Mail:
     def _count(self, what: str) -> int:
         self._num_evaluated[what] += 1
         return self._num_evaluated[what]
+
+
+def _contents(tree: Any) -> Contents:
+    (value, grads), (dtype, side) = tree
+    return Flow(value, dtype_of(dtype)), grads, side

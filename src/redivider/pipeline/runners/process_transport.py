@@ -5,6 +5,7 @@ settings do not travel: every process notes them when the micro-batch enters.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from redivider.pipeline.runners.exchange import Mail
 from redivider.pipeline.runners.in_flight import InFlight
 from redivider.pipeline.runners.inputs import CallerTensors
 from redivider.pipeline.runners.topology import Team
-from redivider.pipeline.runners.transport import Transport
+from redivider.pipeline.runners.transport import Source, Transport, copy_tensors
+from redivider.pipeline.runners.wire import Buffers
 from redivider.pipeline.schedule import Direction, Leg
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.message import Flow, Message
@@ -55,6 +57,7 @@ class BetweenProcesses(Transport):
         self._share_loss, self.shares_norms = share_loss, share_norms
         self.mail = Mail(team, own, in_flight.schedule, packing, device)
         self.max_leaving = self.mail.max_leaving
+        self._rotations: dict[Source, list[Buffers]] = {}
         self._contexts: dict[int, tuple[dict[str, Any], Autocast]] = {}
         self._future_targets: dict[int, Any] = {}  # of micro-batches on their way to the last rank
 
@@ -93,10 +96,55 @@ class BetweenProcesses(Transport):
 
     def fetch(self, direction: Direction, stage: int, n: int) -> Message:
         inbox = self._in_flight.inbox(direction, stage)
-        message = inbox.pop(n) if n in inbox else self._receive(direction, n)
-        if (direction, stage) not in self.examples and (direction, stage) != ("up", 0):
-            self.examples[direction, stage] = message.mapped(_without_memory, n)
-        return message
+        return inbox.pop(n) if n in inbox else self._receive(direction, n)
+
+    def allocate(
+        self, source: Source, entering: Message, num_phases: int, device: torch.device
+    ) -> list[Message]:
+        direction = source[0]
+        if source == ("up", 0):
+            return super().allocate(source, entering, num_phases, device)
+        arrives_there = self._team.batches  # else through memory of the host, or posted far ahead
+        messages, buffers = [], []
+        for _ in range(num_phases if arrives_there else 1):
+            memory, (flow, grads, side) = self.mail.allocate(direction)
+            zeros = partial(tree_map_only, Tensor, partial(torch.zeros_like, device=device))
+            if direction == "down":  # they do not travel; those of all micro-batches are alike
+                side = zeros(next(iter(self._contexts.values()))[0])
+            target = zeros(entering.target)
+            messages.append(Message(0, flow, entering.autocast, side, target, grads))
+            buffers.append(memory)
+        if arrives_there:
+            self._rotations[source] = buffers
+            return messages
+        return super().allocate(source, messages[0], num_phases, device)
+
+    def bring(self, source: Source, n: int, fixed: Message, phase: int) -> None:
+        direction, stage = source
+        if source not in self._rotations or n in self._in_flight.inbox(direction, stage):
+            super().bring(source, n, fixed, phase)
+            return
+        self.mail.take_into(direction, self._rotations[source][phase])
+        side, autocast = self._contexts[n]
+        if direction == "down":
+            copy_tensors(side, fixed.side)
+            return
+        self._contexts[n] = tree_map_only(Tensor, Tensor.clone, fixed.side), autocast
+        copy_tensors(self._future_targets.pop(n, None), fixed.target)
+
+    def begin_rotation(self) -> None:
+        for (direction, stage), buffers in self._rotations.items():
+            num_read = len(self._in_flight.inbox(direction, stage))
+            self.mail.rotate(direction, buffers, num_read)
+
+    def end_rotation(self) -> None:
+        self.mail.stop_rotating()
+
+    def pack(self, direction: Direction, message: Message) -> list[Tensor]:
+        return self.mail.pack(direction, message)
+
+    def send_packed(self, direction: Direction, data: list[Tensor]) -> None:
+        self.mail.send_packed(direction, data)
 
     def forget(self, stage: int, n: int) -> None:
         if stage == self.own[0]:
@@ -187,7 +235,3 @@ class BetweenProcesses(Transport):
 
     def _moved(self, tree: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), tree)
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta")

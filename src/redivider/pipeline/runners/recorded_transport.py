@@ -1,10 +1,10 @@
 """Transport of a tick that is recorded.
 
-A graph reads and writes the same memory at every replay. So messages that come into the process are
-copied to fixed memory before a part of the tick is replayed, and messages that leave it are read
-from fixed memory afterwards:
+A graph reads and writes the same memory at every replay. So messages that come into the process
+arrive in fixed memory, or are copied there, before a part of the tick is replayed. Messages that
+leave it are packed by the graph, and sent from its memory:
 
-    fetch, copy | replay actions | deliver, exchange | replay updates | fetch, copy | ...
+    bring | replay actions | send, exchange | replay updates | bring | ...
 
 In one process nothing leaves, and a tick has one part.
 """
@@ -33,8 +33,8 @@ class Part:
     """Function that replays it; None if there is nothing to compute."""
     read: list[Source] = field(default_factory=list)
     """Where messages come into the process that this part reads."""
-    sent: list[tuple[Direction, int, Message]] = field(default_factory=list)
-    """Messages that leave the process after it."""
+    sent: list[tuple[Direction, list[Tensor]]] = field(default_factory=list)
+    """Messages that leave the process after it, as they travel."""
     group: int | None = None
     """Group of actions that it ends, after which processes exchange messages."""
 
@@ -45,7 +45,7 @@ class RecordedTransport(Transport):
     Args:
         transport: Transport of the pipeline.
         recording: Context of the tick.
-        fixed: Fixed memory of the messages that come into the process.
+        fixed: Memory of the messages that come into the process, for each phase.
         norms: Fixed memory of the gradient norms of all stages, where processes exchange them.
     """
 
@@ -53,11 +53,12 @@ class RecordedTransport(Transport):
         self,
         transport: Transport,
         recording: Recording,
-        fixed: dict[Source, Message],
+        fixed: dict[Source, list[Message]],
         norms: Tensor,
     ) -> None:
         super().__init__(transport._in_flight, transport._packing, transport._caller_tensors)
-        self._recording, self._fixed, self._norms = recording, fixed, norms
+        self._transport, self._recording = transport, recording
+        self._fixed, self._norms = fixed, norms
         self.own = transport.own
         self._parts: list[Part] = []
         self._part = Part()
@@ -73,14 +74,14 @@ class RecordedTransport(Transport):
         if source not in self._fixed:
             return self._in_flight.inbox(direction, stage).pop(n)
         self._part.read.append(source)
-        # What the message holds may be in flight for several ticks, and the next one overwrites it.
-        return self._fixed[source].cloned(n)
+        # What the message holds may be in flight for several ticks, and a later one overwrites it.
+        return self._fixed[source][self._recording.phase].cloned(n)
 
     def deliver(self, direction: Direction, stage: int, message: Message) -> None:
         if stage in self.own:
             self._put(direction, stage, message)
         else:
-            self._part.sent.append((direction, stage, message))
+            self._part.sent.append((direction, self._transport.pack(direction, message)))
 
     def exchange(self, t: int, group: int) -> None:
         if self.is_spread:
@@ -92,6 +93,12 @@ class RecordedTransport(Transport):
 
     def enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> Message | None:
         raise NotImplementedError("the pipeline's own transport notes what enters")
+
+    def begin_rotation(self) -> None:
+        raise NotImplementedError("messages arrive at the pipeline's own transport")
+
+    def end_rotation(self) -> None:
+        raise NotImplementedError("messages arrive at the pipeline's own transport")
 
     def contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
         return {}

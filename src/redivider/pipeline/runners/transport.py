@@ -11,9 +11,12 @@ A tick calls it in this order, whatever moves the messages:
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from redivider.pipeline.runners.in_flight import InFlight
 from redivider.pipeline.runners.inputs import CallerTensors
@@ -48,8 +51,6 @@ class Transport(ABC):
         """Messages to other processes that may be on their way, at most."""
         self.shares_norms = False
         """Whether processes exchange gradient norms in every tick."""
-        self.examples: dict[Source, Message] = {}
-        """Message of each source in another process, without memory."""
 
     @property
     def is_spread(self) -> bool:
@@ -80,6 +81,39 @@ class Transport(ABC):
     @abstractmethod
     def fetch(self, direction: Direction, stage: int, n: int) -> Message:
         """Return the message of a micro-batch for a stage, and remove it from its inbox."""
+
+    def allocate(
+        self, source: Source, entering: Message, num_phases: int, device: torch.device
+    ) -> list[Message]:
+        """Return memory for the messages of a source that captured ticks read, for each phase.
+
+        Args:
+            source: Where the messages come in.
+            entering: Micro-batch that enters, with as much of it as this process has.
+            num_phases: Number of phases. They may share memory.
+            device: Device of the stages.
+        """
+        return [entering.mapped(partial(torch.zeros_like, device=device), 0)] * num_phases
+
+    def bring(self, source: Source, n: int, fixed: Message, phase: int) -> None:
+        """Bring the message of a micro-batch to the memory from which a phase reads it."""
+        copy_tensors(self.fetch(*source, n).contents, fixed.contents)
+
+    @abstractmethod
+    def begin_rotation(self) -> None:
+        """Let messages arrive where captured ticks read them, beginning with the first phase."""
+
+    @abstractmethod
+    def end_rotation(self) -> None:
+        """Let every message arrive in memory of its own again."""
+
+    def pack(self, direction: Direction, message: Message) -> list[Tensor]:
+        """Return the bytes of a message to another process."""
+        raise NotImplementedError("no stage is in another process")
+
+    def send_packed(self, direction: Direction, data: list[Tensor]) -> None:
+        """Send the bytes of a message to another process."""
+        raise NotImplementedError("no stage is in another process")
 
     @abstractmethod
     def contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
@@ -116,6 +150,13 @@ class Transport(ABC):
         inbox[message.microbatch] = message.rounded(self._packing)
 
 
+def copy_tensors(source: Any, target: Any) -> None:
+    """Copy the tensors of a tree to those of another tree of the same form."""
+    for leaf, fixed in zip(tree_leaves(source), tree_leaves(target), strict=True):
+        if isinstance(leaf, Tensor):
+            fixed.copy_(leaf.detach(), non_blocking=True)
+
+
 class InProcess(Transport):
     """Transport within one process: every inbox is here."""
 
@@ -133,6 +174,12 @@ class InProcess(Transport):
 
     def fetch(self, direction: Direction, stage: int, n: int) -> Message:
         return self._in_flight.inbox(direction, stage).pop(n)
+
+    def begin_rotation(self) -> None:
+        pass
+
+    def end_rotation(self) -> None:
+        pass
 
     def contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
         inboxes = (*self._in_flight.up, *self._in_flight.down)

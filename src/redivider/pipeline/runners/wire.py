@@ -34,6 +34,7 @@ from torch.utils._pytree import (
     treespec_loads,
 )
 
+from redivider._torch_private import Operation, begin_batch
 from redivider.pipeline.runners.topology import Team
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.layout import dense, order_of
@@ -74,41 +75,48 @@ class Post:
     def __init__(self, team: Team) -> None:
         self._team = team
         self._queued: list[Transfer] = []
-        self._ops: list[dist.P2POp] = []
+        self._batch: list[Operation] = []
 
     def begin(
         self, direction: Literal["send", "receive"], tensors: Sequence[Tensor], rank: int, tag: int
     ) -> Transfer:
-        """Start to send or receive the tensors of a message; tensor i has the tag `tag` + i."""
+        """Start to send or receive the bytes of a message; tensor i has the tag `tag` + i."""
         transfer = Transfer(self._team, tensors, rank)
-        function: Any = dist.isend if direction == "send" else dist.irecv
-        group = self._team.stage_group
-        # As bytes: no backend supports all dtypes.
-        parts = [(i, _bytes_of(tensor)) for i, tensor in enumerate(tensors) if tensor.numel()]
+        parts = [(i, tensor) for i, tensor in enumerate(tensors) if tensor.numel()]
         if self._team.batches:
-            self._ops += [dist.P2POp(function, data, rank, group) for _, data in parts]
+            self._batch += [Operation(direction == "send", data, rank) for _, data in parts]
             transfer.is_queued = bool(parts)
             self._queued.append(transfer)
         else:
+            function: Any = dist.isend if direction == "send" else dist.irecv
+            group = self._team.stage_group
             with self._team.talking(rank):
                 transfer.works = [function(d, rank, group=group, tag=tag + i) for i, d in parts]
         return transfer
 
     def exchange(self) -> None:
         """Start all queued transfers in one batch."""
-        queued, ops = self._queued, self._ops
-        self._queued, self._ops = [], []
-        if not ops:
+        queued, batch = self._queued, self._batch
+        self._queued, self._batch = [], []
+        if not batch:
             return
         ranks = {transfer.rank for transfer in queued}
         rank = ranks.pop() if len(ranks) == 1 else None
         start = self._team.mark()
         with self._team.talking(rank):
-            works = dist.batch_isend_irecv(ops)
+            works = begin_batch(self._team.stage_group, batch)
         for transfer in queued:
             if transfer.is_queued:
                 transfer.is_queued, transfer.works = False, works
         self._team.follow(works, rank, start)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Memory of a message that is received: as it travels, and as the tensors of the message."""
+
+    data: list[Tensor]
+    parts: list[Tensor]
 
 
 @dataclass
@@ -132,6 +140,10 @@ class Outgoing:
 
     def send(self, tree: Any, exact: Any) -> None:
         """Send a message, and what must not be rounded of it."""
+        self.send_packed(self.pack(tree, exact))
+
+    def pack(self, tree: Any, exact: Any) -> list[Tensor]:
+        """Return the bytes of a message as they travel, in one tensor or in several."""
         leaves, spec = tree_flatten((tree, exact))
         num = len(tree_leaves(tree))
         packed = [
@@ -142,9 +154,14 @@ class Outgoing:
         ]
         self._verify_layout(spec, leaves, packed)
         parts = [part for some in packed if some is not None for part in some]
-        flat = [p if p.is_contiguous() else p.permute(order_of(p)) for p in parts]
+        # As bytes: no backend supports all dtypes.
+        flat = [_bytes_of(p if p.is_contiguous() else p.permute(order_of(p))) for p in parts]
         if _are_joined([part.nbytes for part in flat]):
-            flat = [torch.cat([_bytes_of(part.to(flat[0].device)) for part in flat])]
+            flat = [torch.cat([part.to(flat[0].device) for part in flat])]
+        return flat
+
+    def send_packed(self, flat: list[Tensor]) -> None:
+        """Send the bytes of a message."""
         flat = _on(self.team.device, flat)
         tag = _tag(self.team.number, self.kind, self._num)
         self._leaving.append(self.post.begin("send", flat, self.rank, tag))
@@ -203,7 +220,9 @@ class Incoming:
     """Number of this line among those of its kind from that rank."""
     _num: int = 0
     _layout: Layout | None = None
-    _posted: deque[tuple[Transfer, Sequence[Tensor]]] = field(default_factory=deque)
+    _posted: deque[tuple[Transfer, Buffers]] = field(default_factory=deque)
+    _rotation: Sequence[Buffers] = ()
+    _first: int = 0  # message for the first buffers of the rotation
 
     def expect(self, num: int) -> None:
         """Post receives for the next `num` messages, once their shapes are known."""
@@ -212,6 +231,16 @@ class Incoming:
 
     def post_next(self) -> None:
         """Post the receive of the next message."""
+        if self._rotation:
+            buffers = self._rotation[(self._num - self._first) % len(self._rotation)]
+        else:
+            buffers = self.allocate()
+        tag = _tag(self.team.number, self.kind, self._num)
+        self._posted.append((self.post.begin("receive", buffers.data, self.rank, tag), buffers))
+        self._num += 1
+
+    def allocate(self) -> Buffers:
+        """Allocate memory for a message; wait until its shapes are known."""
         if self._layout is None:
             note = f"{self.kind} {self.number} of rank {self.rank}"
             spec, layouts = json.loads(self.team.take_note(note, self.rank))
@@ -222,24 +251,51 @@ class Incoming:
         sizes = [math.prod(s) * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
         joined = [sum(sizes)] if _are_joined(sizes) else sizes
         pinned = self.team.device.type == "cpu" and self.device.type == "cuda"
-        buffers = [
+        whole = [
             torch.empty(size, dtype=torch.uint8, device=self.team.device, pin_memory=pinned)
             for size in joined
         ]
-        data = buffers if joined is sizes else torch.split(buffers[0], sizes)
+        data = whole if joined is sizes else torch.split(whole[0], sizes)
         parts = [d.view(t).view(s) for d, t, s in zip(data, dtypes, shapes, strict=True)]
-        tag = _tag(self.team.number, self.kind, self._num)
-        self._posted.append((self.post.begin("receive", buffers, self.rank, tag), parts))
-        self._num += 1
+        return Buffers(whole, parts)
+
+    def rotate(self, rotation: Sequence[Buffers], num_read: int) -> None:
+        """Receive the next messages into these buffers, in turns.
+
+        Args:
+            rotation: The buffers; the first ones are for the next message that a tick reads.
+            num_read: Messages that were taken, but that no tick has read.
+        """
+        self._rotation = rotation
+        self._first = self._num - len(self._posted) - num_read
+
+    def stop_rotating(self) -> None:
+        """Allocate memory for every message again, and copy those that have not been taken."""
+        rotation, self._rotation = self._rotation, ()
+        for i, (transfer, buffers) in enumerate(self._posted):
+            if any(buffers is fixed for fixed in rotation):
+                transfer.wait()
+                self._posted[i] = transfer, Buffers([], [part.clone() for part in buffers.parts])
 
     def take(self) -> Any:
         """Wait for the next message, and return it."""
+        buffers = self.take_buffers()
+        if self._rotation:
+            buffers = Buffers([], [part.clone() for part in buffers.parts])
+        return self.unpack(buffers)
+
+    def take_buffers(self) -> Buffers:
+        """Wait for the next message, and return the memory that it was received into."""
         if not self._posted:
             self.post_next()
-        assert self._layout is not None
-        transfer, received = self._posted.popleft()
+        transfer, buffers = self._posted.popleft()
         transfer.wait()
-        parts = iter(received)
+        return buffers
+
+    def unpack(self, buffers: Buffers) -> Any:
+        """Return the message that was received into some buffers."""
+        assert self._layout is not None
+        parts = iter(buffers.parts)
         spec, layouts = self._layout
         leaves = []
         for layout in layouts:
