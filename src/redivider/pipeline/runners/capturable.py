@@ -23,6 +23,8 @@ def reason_against(pipe: "Pipeline") -> str | None:
         return "a stream that leaves its grid must stop the pipeline at once"
     if pipe.num_replicas > 1:
         return "replicas average their gradients"
+    if pipe.is_spread and not pipe._transport.is_direct:
+        return "messages pass through memory of the host"
     if pipe.packing.dtype is not None:
         return "messages are packed"
     for stage in pipe.stages:

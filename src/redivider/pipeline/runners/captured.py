@@ -59,7 +59,7 @@ from redivider.pipeline.runners.execution import Eager, Execution
 from redivider.pipeline.runners.recorded_transport import Part, RecordedTransport
 from redivider.pipeline.runners.recording import NONE, Recording
 from redivider.pipeline.runners.tick_state import TickState
-from redivider.pipeline.runners.transport import Source
+from redivider.pipeline.runners.transport import Source, copy_tensors
 from redivider.pipeline.schedule import KINDS
 from redivider.pipeline.stages.fused_optimizer import fuse, has_hooks
 from redivider.pipeline.stages.message import Flow, Message
@@ -124,6 +124,7 @@ class CapturedRunner(Execution):
     def __init__(self, pipe: "Pipeline", make_graphs: Callable[[int], Graphs]) -> None:
         self._pipe = pipe
         self._make_graphs = make_graphs
+        self._device = pipe.device
         self._phases: list[Phase] = []
         self._next = 0
         self._signature: Any = None  # of the last inputs and settings
@@ -136,7 +137,7 @@ class CapturedRunner(Execution):
 
     def step(self, x: Any, target: Any, side: dict[str, Any]) -> Tick | None:
         inputs = (x, target, side)
-        signature = signature_of(inputs, self._pipe.device), self._settings.current()
+        signature = signature_of(inputs, self._device), self._settings.current()
         if signature != self._signature or not self._is_steady():
             self.leave()
             self._signature, self._num_alike = signature, 0
@@ -240,6 +241,8 @@ class CapturedRunner(Execution):
             self._graphs, pipe.schedule, pipe._own, self._num_phases, self._control.microbatch
         )
         self._fixed = self._allocate(entering, inputs)
+        first = self._fixed[pipe._transport.sources[0]][0]
+        self._entering = first.flow.value, first.target, first.side  # as inputs of a step
         self._norms = torch.zeros(pipe.schedule.num_stages, dtype=torch.float64, device=device)
         self._pending = [stage.num_pending for stage in pipe.stages]
         self._rings = {
@@ -329,25 +332,19 @@ class CapturedRunner(Execution):
     def _replay(self, inputs: Any) -> Tick:
         pipe, phase, flight = self._pipe, self._phases[self._next], self._pipe.in_flight
         transport, t, entering = pipe._transport, flight.tick, flight.next
+        is_spread = transport.is_spread
         numbers = self._numbers(entering)
         self._control.send(numbers, phase.updates, phase.ahead)
         self._refresh_casts()
-        x, target, side = inputs
-        if transport.is_spread:  # what a later tick reads
-            side = tree_map_only(Tensor, Tensor.clone, side) if side else side
-            target = tree_map_only(Tensor, Tensor.clone, target) if pipe._ends_here else None
-        transport.enter(entering, x, target, side)
         flight.entered += 1
-        transport.begin_tick()
-        if transport.is_spread and transport.shares_norms:
-            for stage, norm in zip(
-                pipe.stages, self._phases[self._next - 1].state.norms, strict=True
-            ):
-                stage.norm = norm
-            torch.stack(transport.norms(pipe.stages), out=self._norms)
+        if is_spread:
+            self._begin_tick(entering, *inputs)
+        else:
+            copy_tensors(inputs, self._entering)
         for part in phase.parts:
-            for source in part.read:
-                self._bring(source, entering)
+            if is_spread:
+                for source in part.read:
+                    self._bring(source, entering)
             if part.replay is not None:
                 with replayed_from(self._oldest(entering), pipe.seed, phase.draws_on):
                     part.replay()
@@ -355,8 +352,6 @@ class CapturedRunner(Execution):
                 transport.send_packed(direction, data)
             if part.group is not None:
                 transport.exchange(t, part.group)
-        for stage in pipe.stages:
-            transport.forget(stage.index, entering - pipe.schedule.lag("B", stage.index))
         # The host counts what the graph has done.
         flight.tick += 1
         for stage in pipe.stages:
@@ -364,6 +359,9 @@ class CapturedRunner(Execution):
         for stage in phase.updates:
             stage.num_pending = 0
             stage.num_updates += 1
+        if is_spread:
+            first = pipe.stages[0].index
+            transport.forget(first, entering - pipe.schedule.lag("B", first))
         self._next = (self._next + 1) % self._num_phases
         if phase.loss is None:  # it is in another process
             return transport.share(Tick(), t)
@@ -371,6 +369,20 @@ class CapturedRunner(Execution):
         # The next replay of this phase overwrites them.
         aux = tree_map_only(Tensor, Tensor.clone, phase.aux)
         return transport.share(Tick(numbers[0], phase.loss.clone(), aux), t)
+
+    def _begin_tick(self, entering: int, x: Any, target: Any, side: dict[str, Any]) -> None:
+        """Note what enters, and begin a tick of a process among others."""
+        pipe, transport = self._pipe, self._pipe._transport
+        # Later ticks read them.
+        side = tree_map_only(Tensor, Tensor.clone, side) if side else side
+        target = tree_map_only(Tensor, Tensor.clone, target) if pipe._ends_here else None
+        transport.enter(entering, x, target, side)
+        transport.begin_tick()
+        if transport.shares_norms:
+            norms = self._phases[self._next - 1].state.norms
+            for stage, norm in zip(pipe.stages, norms, strict=True):
+                stage.norm = norm
+            torch.stack(transport.norms(pipe.stages), out=self._norms)
 
     def _bring(self, source: Source, entering: int) -> None:
         """Bring a message that comes into the process to where the next phase reads it."""

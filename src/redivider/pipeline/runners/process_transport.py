@@ -56,6 +56,7 @@ class BetweenProcesses(Transport):
         self._team, self.own, self._device = team, own, device
         self._share_loss, self.shares_norms = share_loss, share_norms
         self.mail = Mail(team, own, in_flight.schedule, packing, device)
+        self.is_direct = team.device.type == device.type
         self.max_leaving = self.mail.max_leaving
         self._rotations: dict[Source, list[Buffers]] = {}
         self._contexts: dict[int, tuple[dict[str, Any], Autocast]] = {}

@@ -47,6 +47,8 @@ class Transport(ABC):
         self._caller_tensors = caller_tensors
         self.own = range(in_flight.schedule.num_stages)
         """Stages of this process."""
+        self.is_direct = True
+        """Whether messages to other processes leave from the device of the stages."""
         self.max_leaving = 0
         """Messages to other processes that may be on their way, at most."""
         self.shares_norms = False
