@@ -53,6 +53,7 @@ class Mail:
         self._incoming: dict[Direction, Incoming] = {}
         self._outgoing: dict[Direction, Outgoing] = {}
         self._sent: list[Direction] = []  # in this tick
+        self._when_full: dict[int, tuple[list[Direction], ...]] = {}
         self._num_evaluated = Counter[str]()
         self.max_leaving = most = 2 * schedule.max_ticks
         """Messages to a neighbour that may be on their way, at most."""
@@ -132,15 +133,29 @@ class Mail:
         directions, self._sent = self._sent, []
         if not self._team.batches:
             return
-        due = self._schedule.sent(t, group, self._own, entered)
-        if directions != [leg.direction for leg in due]:  # receives would match other messages
+        due, arriving = self._directions(t, group, entered)
+        if directions != due:  # receives would match other messages
             raise RuntimeError(
                 f"tick {t} sent {directions} and not {due}; this is a defect of redivider"
             )
-        for leg in self._schedule.received(t, group, self._own, entered):
-            self._incoming[leg.direction].post_next()
+        for direction in arriving:
+            self._incoming[direction].post_next()
         self._post.exchange()
         self.catch_up()
+
+    def _directions(self, t: int, group: int, entered: int) -> tuple[list[Direction], ...]:
+        """Return the directions of the messages that are sent and received after some actions."""
+        is_full = self._schedule.num_in_flight <= t < entered
+        if not is_full or group not in self._when_full:
+            functions = (self._schedule.sent, self._schedule.received)
+            directions = tuple(
+                [leg.direction for leg in function(t, group, self._own, entered)]
+                for function in functions
+            )
+            if not is_full:
+                return directions
+            self._when_full[group] = directions  # the same in every tick
+        return self._when_full[group]
 
     def catch_up(self) -> None:
         """Wait for old transfers: the host runs ahead of the GPU by at most latency + 2 ticks."""

@@ -128,10 +128,13 @@ class BetweenProcesses(Transport):
         self.mail.take_into(direction, self._rotations[source][phase])
         side, autocast = self._contexts[n]
         if direction == "down":
-            copy_tensors(side, fixed.side)
+            if side:
+                copy_tensors(side, fixed.side)
             return
-        self._contexts[n] = tree_map_only(Tensor, Tensor.clone, fixed.side), autocast
-        copy_tensors(self._future_targets.pop(n, None), fixed.target)
+        arrived = tree_map_only(Tensor, Tensor.clone, fixed.side) if fixed.side else {}
+        self._contexts[n] = arrived, autocast
+        if n in self._future_targets:
+            copy_tensors(self._future_targets.pop(n), fixed.target)
 
     def begin_rotation(self) -> None:
         for (direction, stage), buffers in self._rotations.items():
