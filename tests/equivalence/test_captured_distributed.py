@@ -2,7 +2,13 @@
 
 import pytest
 from support.processes import ordered
-from support.processes.equalities import compare_captured
+from support.processes.cases import batch, equal, finish, model, options, run
+from support.processes.equalities import NUM_CAPTURED, compare_captured, fused_sgd
+from support.processes.launch import launch
+from support.tape import Tape
+
+import redivider as rd
+from redivider.pipeline.runners.captured import CapturedRunner
 
 pytestmark = pytest.mark.slow
 
@@ -27,3 +33,33 @@ def test_three_processes(backend, tmp_path):
         {"clip_norm": 0.05, "clip_over": "all", "stages": 4},
     ]
     compare_captured(settings, 3, backend, tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "rendezvous"])
+def test_one_process_of_three_alone_captures_and_a_flush_comes_between(backend, tmp_path):
+    compare_captured([{"latency": 0.5}], 3, backend, tmp_path, ranks=(1,), flushes=True)
+
+
+def reuse_inputs(rank):
+    """Return the weights of two runs; in one of them the caller overwrites inputs after a step."""
+    results = []
+    for overwrites in (False, True):
+        net = model(dropout=0.0, norm=False)
+        pipe = rd.DistributedPipeline(net, **options(latency=2, optimizer=fused_sgd))
+        pipe._execution = CapturedRunner(pipe, Tape)
+        run(pipe, 0, NUM_CAPTURED)
+        for n in range(NUM_CAPTURED, NUM_CAPTURED + 9):
+            assert pipe._execution.is_active
+            x, target, mask = batch(n)
+            pipe.step(x, target, mask=mask)
+            if overwrites:
+                for tensor in (x, target, mask):
+                    tensor.zero_()
+        finish(pipe)
+        results.append(pipe.full_state_dict())
+    return results
+
+
+def test_captured_ticks_have_copies_of_what_a_step_was_given(tmp_path):
+    for one, other in launch(reuse_inputs, tmp_path):
+        assert equal(one, other)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from redivider.pipeline.runners import captured
 from redivider.pipeline.runners.exchange import Mail
 from redivider.pipeline.runners.wire import SMALL, Incoming, Outgoing, Post, _on
 from redivider.pipeline.schedule import Schedule
@@ -117,3 +118,37 @@ def test_tensors_of_a_small_message_travel_as_one(shape, exact, num):
     received, side = incoming.take()
     assert all(map(torch.equal, received, streams)) and torch.equal(side["mask"], exact)
     assert side["mask"].dtype == exact.dtype
+
+
+def test_messages_arrive_in_turns_in_fixed_memory():
+    loop: Any = Loop()
+    outgoing = Outgoing(loop, loop, Packing(None), 0, "up", 9)
+    incoming = Incoming(loop, loop, Packing(None), 0, "up", loop.device)
+    values = [torch.full((4,), float(n)) for n in range(7)]
+    outgoing.send(values[0], {})
+    assert torch.equal(incoming.take()[0], values[0])
+    rotation = [incoming.allocate() for _ in range(2)]
+    incoming.rotate(rotation, 0)
+    for n in (1, 2, 3):
+        outgoing.send(values[n], {})
+        incoming.post_next()
+        assert incoming.take_buffers() is rotation[(n - 1) % 2]
+        assert torch.equal(rotation[(n - 1) % 2].parts[0], values[n])
+    for n in (4, 5):
+        outgoing.send(values[n], {})
+        incoming.post_next()
+    taken = incoming.take()[0]  # is no view of the rotation
+    incoming.stop_rotating()
+    for buffers in rotation:
+        buffers.parts[0].fill_(-1)
+    assert torch.equal(taken, values[4]) and torch.equal(incoming.take()[0], values[5])
+    outgoing.send(values[6], {})
+    assert torch.equal(incoming.take()[0], values[6])
+
+
+def test_as_many_ticks_are_recorded_as_messages_leave(monkeypatch):
+    monkeypatch.setattr(captured, "NUM_PHASES", 1)
+    cpu = torch.device("cpu")
+    assert captured.num_phases(1, 10, cpu) == 2
+    assert captured.num_phases(1, 10, cpu, least=5) == 5
+    assert captured.num_phases(2, 10, cpu, least=5) == 6
