@@ -86,7 +86,7 @@ CASES = {
     "attention": (lambda: Attention(8), tokens, True),
     "norm": (lambda: nn.LayerNorm(8), tokens, False),
     "convolution": (lambda: ConvNorm(4), lambda: torch.randn(2, 4, 5, 5), True),
-    "hooked": (Hooked, tokens, True),
+    "hooked": (Hooked, lambda: torch.randn(4, 8), True),  # on the output of a product itself
     "tied": (Tied, tokens, False),
     "custom": (Custom, tokens, True),
     "aside": (Aside, lambda: torch.randn(4, 8), True),

@@ -14,7 +14,8 @@ micro-batch n enters:
 
 Time over ticks. A steady pipeline does the same again every `accumulate` ticks. A cycle is a
 multiple of that, and its ticks are the phases. Each phase is one graph, recorded by running the
-eager tick once (`recording.Recording`). Replays go round the cycle. With three phases:
+eager tick once (`recording.Recording`). Over processes it is several graphs, between which messages
+travel (`recorded_transport.Part`). Replays go round the cycle. With three phases:
 
     tick            t           t + 1       t + 2                    t + 3
     replays         phase 0     phase 1     phase 2                  phase 0     ...
@@ -25,6 +26,7 @@ Memory. A graph reads and writes the same addresses at every replay:
 
     memory                                written                       read
     inputs, control tensors               by the host before a replay   by every phase
+    messages of other processes           by a transfer, or a copy      by one phase
     weights, optimizers, statistics       by every phase, in place      by every phase
     rings of kept inputs                  one slot a tick               one slot a tick
     tick state (messages, gradients):
@@ -406,8 +408,8 @@ class CapturedRunner(Execution):
         def read(microbatch: Tensor) -> None:
             if int(microbatch) < NONE:
                 raise FloatingPointError(
-                    f"the loss of micro-batch {int(microbatch)} is not a number; no update was "
-                    "done with it, and none after it"
+                    f"the loss of micro-batch {int(microbatch)} is not a number; this process has "
+                    "done no update with it, and none after it"
                 )
 
         if wait:
