@@ -82,7 +82,7 @@ class Sleepy(Petra):
         self._seconds: dict[str, list[float]] = {}
         super().__init__(setting, cut, latency=METHODS[method], fill=False)
         if "late" in method:
-            self.pipe._transport.is_urgent = lambda stage: False
+            self.pipe.transport.is_urgent = lambda stage: False
         for stage in self.pipe.stages:
             for name in ("run_forward", "run_backward", "finish_backward", "update"):
                 setattr(stage, name, self._measured(name, getattr(stage, name)))

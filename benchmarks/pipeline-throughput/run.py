@@ -127,7 +127,7 @@ def pipeline(
     if compiled:
         pipe.compile(dynamic=False)
     if capture and not branches:
-        pipe._execution = CapturedRunner(pipe, partial(OneBranch, torch.device("cuda")))
+        pipe.execution = CapturedRunner(pipe, partial(OneBranch, torch.device("cuda")))
 
     def step(x: Tensor, target: Tensor) -> Any:
         with torch.autocast("cuda", torch.bfloat16):
@@ -136,7 +136,7 @@ def pipeline(
     data = make_data(name, batch)
     for tick in range((4 if capture else 2) * len(pipe.stages) + 20):
         step(*data[tick % len(data)])
-    if capture and not pipe._execution.is_active:
+    if capture and not pipe.execution.is_active:
         raise SystemExit(f"ticks of {name} at {batch} were not captured; the log says why")
     return step
 

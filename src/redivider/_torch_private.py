@@ -107,7 +107,8 @@ class Operation(NamedTuple):
 def begin_batch(group: Any, batch: Sequence[Operation]) -> list[Any]:
     """Begin sends and receives as one batch; return the works.
 
-    On a GPU without the checks of `dist.batch_isend_irecv`, which take the host longer.
+    On a GPU without the checks of `dist.batch_isend_irecv` and torch's dispatcher, which take the
+    host longer.
     """
     device = batch[0].tensor.device
     if device.type != "cuda":
@@ -115,8 +116,8 @@ def begin_batch(group: Any, batch: Sequence[Operation]) -> list[Any]:
         return dist.batch_isend_irecv(
             [dist.P2POp(functions[is_send], tensor, rank, group) for is_send, tensor, rank in batch]
         )
-    group._start_coalescing(device)
+    backend = backend_of(group, device)
+    backend._start_coalescing()
     for is_send, tensor, rank in batch:
-        begin = group.send if is_send else group.recv
-        begin([tensor], dist.get_group_rank(group, rank), 0)
-    return [group._end_coalescing(device)]
+        (backend.send if is_send else backend.recv)([tensor], dist.get_group_rank(group, rank), 0)
+    return [backend._end_coalescing()]

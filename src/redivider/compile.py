@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from redivider._torch_private import call_uncompiled, set_compiled_call
 from redivider.arithmetic import Arithmetic, Checked
 from redivider.coupling import Coupling
+from redivider.tree import tensors_of
 
 
 def compile_units(units: Iterable[nn.Module], **options: Any) -> None:
@@ -117,7 +117,7 @@ def _run_apart(
     module: nn.Module, dtypes: tuple[torch.dtype, ...], /, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
     output = call_uncompiled(module, *args, **kwargs)
-    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    outputs = tensors_of(output)
     stand_ins = _Outputs.apply(dtypes, *_distinct(*outputs))  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, ...], stand_ins)
 

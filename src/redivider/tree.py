@@ -1,13 +1,33 @@
-"""Nested tuples, lists and dictionaries of tensors, as modules take and return them."""
+"""Nested tuples, lists and dictionaries of tensors, as modules take and return them.
 
+The usual trees are a tensor, none, or a few: these need no walk by pytree, which costs more.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return all tensors of a nested structure, in order."""
-    if isinstance(tree, Tensor):  # the usual case, which needs no walk
+    if isinstance(tree, Tensor):
         return [tree]
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if not _is_plain(tree):
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [tensor for item in tree or () for tensor in tensors_of(item)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return a nested structure with a function's results in place of its tensors."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if not _is_plain(tree):
+        return tree_map_only(Tensor, function, tree)
+    return tree and type(tree)([map_tensors(function, item) for item in tree])
+
+
+def _is_plain(tree: Any) -> bool:
+    """Return whether a tree is None, a tuple, a list or an empty dictionary."""
+    return tree is None or type(tree) in (tuple, list) or (type(tree) is dict and not tree)

@@ -44,7 +44,7 @@ def build_both(make, stages="auto", **options):
             make(), stages=stages, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"], **options
         )
         if recorded:
-            pipe._execution = CapturedRunner(pipe, Tape)
+            pipe.execution = CapturedRunner(pipe, Tape)
         pipes.append(pipe)
     return pipes
 
@@ -66,8 +66,8 @@ def test_ticks_are_those_of_lockstep(stages, accumulate, latency):
         for recorded in (True, False)
     ]
     seen = [run(pipe, num_ticks) for pipe in pipes]
-    assert pipes[0]._execution.is_active
-    assert pipes[0]._execution._graphs.num_replays > 10
+    assert pipes[0].execution.is_active
+    assert pipes[0].execution._graphs.num_replays > 10
     assert equal(*seen)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
     ends = [[(t.microbatch, t.loss, t.aux) for t in pipe.flush()] for pipe in pipes]
@@ -84,7 +84,7 @@ def test_methods_and_optimizers(method, optimizer):
         for recorded in (True, False)
     ]
     assert equal(*[run(pipe, num_eager(3, 2) + 12) for pipe in pipes])
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
@@ -109,12 +109,12 @@ def test_clipping_look_ahead_and_rates(stages, accumulate, options):
     plain = build(CUTS[stages], accumulate=accumulate, recorded=False)
     num = num_eager(stages, accumulate) + 11  # a cycle of phases, and more
     seen = [run(pipe, num) for pipe in (*pipes, plain)]
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     assert equal(*seen[:2])
     assert not equal(*seen[1:])
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())  # and this ends the recording
     assert equal(*[run(pipe, 13, start=num) for pipe in pipes])
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
@@ -129,7 +129,7 @@ def test_states_flushes_and_other_shapes_in_the_middle(stages, accumulate):
     for pipe in pipes:
 
         def is_active(pipe=pipe):
-            return pipe is pipes[1] or pipe._execution.is_active
+            return pipe is pipes[1] or pipe.execution.is_active
 
         ticks = run(pipe, 27)
         assert is_active()
@@ -161,7 +161,7 @@ def test_the_order_of_the_branches_does_not_matter():
 def test_a_loss_that_is_not_a_number_is_reported_and_no_update_follows():
     pipe = build(CUTS[5])
     run(pipe, 23)
-    assert pipe._execution.is_active
+    assert pipe.execution.is_active
     bad = (torch.full((4, 5), torch.nan).double(), torch.zeros(4, dtype=torch.long))
     weights = []
     with pytest.raises(FloatingPointError, match=r"micro-batch 23 is not a number"):
@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_a_number_is_reported_and_no_update_follows():
 def test_a_fault_that_is_heard_of_at_a_flush_stops_the_pipeline():
     pipe = build(CUTS[3])
     run(pipe, 17)
-    assert pipe._execution.is_active
+    assert pipe.execution.is_active
     pipe.step(torch.full((4, 5), torch.inf).double(), torch.zeros(4, dtype=torch.long))
     run(pipe, 3, start=17)
     with pytest.raises(FloatingPointError, match=r"micro-batch 17"):
@@ -224,9 +224,9 @@ def test_what_is_held_is_counted_as_in_lockstep():
     pipes = [build(CUTS[3], recorded=recorded) for recorded in (True, False)]
     for pipe in pipes:
         run(pipe, 23)
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     ours, theirs = (holdings(pipe) for pipe in pipes)
-    assert not pipes[0]._execution.is_active  # memory left over from the recording is not counted
+    assert not pipes[0].execution.is_active  # memory left over from the recording is not counted
     assert [held.activations for held in ours] == [held.activations for held in theirs]
     # Messages copied back from graphs share no memory.
     assert all(a.messages >= b.messages > 0 for a, b in zip(ours, theirs, strict=True))
@@ -248,8 +248,8 @@ def test_few_phases(accumulate, monkeypatch):
     monkeypatch.setattr("redivider.pipeline.runners.captured.NUM_PHASES", 1)
     pipes = [build(CUTS[3], accumulate=accumulate, recorded=r) for r in (True, False)]
     assert equal(*[run(pipe, num_eager(3, accumulate) + 10) for pipe in pipes])
-    assert pipes[0]._execution.is_active
-    assert pipes[0]._execution._num_phases == max(2, accumulate)
+    assert pipes[0].execution.is_active
+    assert pipes[0].execution._num_phases == max(2, accumulate)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
@@ -257,7 +257,7 @@ def test_units_that_move_their_buffers_stay_in_lockstep(caplog):
     caplog.set_level("WARNING", "redivider")  # a command line shows these
     pipes = build_both(lambda: around(Buffered(8)))
     assert equal(*[run(pipe, 30) for pipe in pipes])
-    assert not pipes[0]._execution.is_active
+    assert not pipes[0].execution.is_active
     said = [record.message for record in caplog.records if "not captured" in record.message]
     assert len(said) == 1 and "unit 2" in said[0] and "buffers" in said[0]
 
@@ -277,11 +277,11 @@ def test_settings_changed_between_ticks_are_heeded(what):
 
     pipes = [build(CUTS[3], recorded=recorded) for recorded in (True, False)]
     seen = [run(pipe, 17) for pipe in pipes]
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     for pipe, ticks in zip(pipes, seen, strict=True):
         change(pipe)
         ticks += run(pipe, 18, start=17)
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     assert equal(*seen)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
@@ -293,10 +293,10 @@ def test_targets_that_may_change_behind_our_backs_are_not_captured():
 
     loss = lambda output, opaque: F.cross_entropy(output, opaque.target)  # noqa: E731
     pipe = rd.Pipeline(network(), stages=3, loss=loss, optimizer=OPTIMIZERS["sgd"])
-    pipe._execution = CapturedRunner(pipe, Tape)
+    pipe.execution = CapturedRunner(pipe, Tape)
     for x, target in batches(20):
         pipe.step(x, Opaque(target))
-    assert not pipe._execution.is_active
+    assert not pipe.execution.is_active
 
 
 def test_a_parameter_that_trains_later_gets_its_momentum():
@@ -322,7 +322,7 @@ def test_optimizers_with_hooks_stay_in_lockstep(caplog):
     caplog.set_level("INFO", "redivider")
     pipes = [build(CUTS[3], recorded=recorded) for recorded in (True, False)]
     seen = [run(pipe, 17) for pipe in pipes]
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     for pipe, ticks in zip(pipes, seen, strict=True):
         pipe.stages[1].optimizer.register_step_post_hook(
             lambda optimizer, *_: [
@@ -330,7 +330,7 @@ def test_optimizers_with_hooks_stay_in_lockstep(caplog):
             ]
         )
         ticks += run(pipe, 15, start=17)
-    assert not pipes[0]._execution.is_active
+    assert not pipes[0].execution.is_active
     assert equal(*seen)
     assert "stage 1 has hooks" in caplog.text
 
@@ -359,7 +359,7 @@ def test_inputs_that_go_on_as_they_are(first):
     stages = [1] * len(ends) + [1, 1, 2, 1]
     pipes = build_both(make, stages=stages)
     assert equal(*[run(pipe, num_eager(len(stages)) + 10) for pipe in pipes])
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
@@ -368,7 +368,7 @@ def test_a_tick_that_cannot_be_recorded_stays_in_lockstep(caplog):
     pipes = build_both(lambda: around(Reading()))
     assert equal(*[run(pipe, 30) for pipe in pipes])
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
-    assert not pipes[0]._execution.is_active
+    assert not pipes[0].execution.is_active
     said = [record.message for record in caplog.records if "not captured" in record.message]
     assert len(said) == 1
     assert "the host reads a number" in said[0] and "stage 2, unit 2" in said[0]
@@ -394,7 +394,7 @@ def test_batch_norm_under_autocast_with_weights_cast_once():
                     next(pipe._chain.parameters()).mul_(0.9)
             with torch.autocast("cpu", torch.bfloat16):
                 own.append(pipe.step(x, target).loss)
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     assert equal(*losses)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
     counted = pipes[0]._chain[0][1].num_batches_tracked
@@ -419,7 +419,7 @@ def run_cast(pipes, number, dtype_at, change_at=()):
 def test_a_tick_under_another_autocast():
     pipes = build_both(lambda: around(MLP(8)).float())
     losses = run_cast(pipes, 40, lambda n: torch.float16 if n == 24 else torch.bfloat16)
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     assert equal(*losses)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
@@ -454,7 +454,7 @@ def test_updates_wait_for_the_forward_of_their_stage():
             super().wait(lane, other)
 
     pipe = build(CUTS[3])
-    pipe._execution = CapturedRunner(pipe, Watched)
+    pipe.execution = CapturedRunner(pipe, Watched)
     run(pipe, num_eager(3) + 1)
     assert {(3, 0), (4, 1)} <= set(order)
 
@@ -463,14 +463,14 @@ def test_the_number_of_graphs_is_what_accumulation_needs():
     for accumulate, num in ((1, 8), (2, 8), (3, 9), (9, 9)):
         pipe = build(CUTS[2], accumulate=accumulate)
         run(pipe, num_eager(2, accumulate) + 1)
-        assert len(pipe._execution._phases) == num
+        assert len(pipe.execution._phases) == num
 
 
 def test_the_first_step_of_an_optimizer_is_not_recorded():
     """It creates the optimizer's state, which a replay would create again."""
     pipes = [build(CUTS[2], accumulate=9, recorded=recorded) for recorded in (True, False)]
     assert equal(*[run(pipe, num_eager(2, 9) + 20) for pipe in pipes])
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
 
 
@@ -490,7 +490,7 @@ def test_rates_that_somebody_sets_are_those_of_recorded_ticks():
         if index == 20:  # a number instead of a tensor
             for pipe in pipes:
                 pipe.stages[1].optimizer.param_groups[0]["lr"] = 0.01
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     states = [pipe.full_state_dict() for pipe in pipes]
     assert equal(*states)
     assert float(pipes[0].stages[1].optimizer.param_groups[0]["lr"]) < 0.01

@@ -46,10 +46,10 @@ def reuse_inputs(rank):
     for overwrites in (False, True):
         net = model(dropout=0.0, norm=False)
         pipe = rd.DistributedPipeline(net, **options(latency=2, optimizer=fused_sgd))
-        pipe._execution = CapturedRunner(pipe, Tape)
+        pipe.execution = CapturedRunner(pipe, Tape)
         run(pipe, 0, NUM_CAPTURED)
         for n in range(NUM_CAPTURED, NUM_CAPTURED + 9):
-            assert pipe._execution.is_active
+            assert pipe.execution.is_active
             x, target, mask = batch(n)
             pipe.step(x, target, mask=mask)
             if overwrites:

@@ -110,7 +110,7 @@ def test_captured_ticks_are_the_eager_ones(stages, accumulate, latency, options)
     ]
     number = 2 * pipes[0].schedule.num_in_flight + 2 * accumulate + 22
     seen = [captured.run(pipe, number) for pipe in pipes]
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     assert equal(*seen)
     assert equal(pipes[0].state_dict(), pipes[1].state_dict())
     assert equal(*(captured.run(pipe, number + 9, number) for pipe in pipes))
@@ -162,12 +162,12 @@ def watch_sends(rank, latencies):
         params = [param for stage in pipe.stages for param in stage.module.parameters()]
         seen: list[bool] = []
 
-        def watched(direction, message, send=pipe._transport.mail.send, seen=seen, params=params):
+        def watched(direction, message, send=pipe.transport.mail.send, seen=seen, params=params):
             if direction == "down":
                 seen.append(any(param.grad is not None for param in params))
             send(direction, message)
 
-        pipe._transport.mail.send = watched  # type: ignore[method-assign]
+        pipe.transport.mail.send = watched  # type: ignore[method-assign]
         cases.run(pipe, 0, 8)
         cases.finish(pipe)
         results.append((len(seen), set(seen)))

@@ -463,14 +463,14 @@ def test_a_message_is_not_changed_by_clipping():
         optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1),
         clip_norm=1e-6,
     )
-    deliver = pipe._transport.deliver
+    deliver = pipe.transport.deliver
 
     def noting(direction, stage, message):
         if direction == "down":
             sent.append((message.grads[0], message.grads[0].clone()))
         deliver(direction, stage, message)
 
-    pipe._transport.deliver = noting  # type: ignore[method-assign]
+    pipe.transport.deliver = noting  # type: ignore[method-assign]
     for _ in range(6):
         pipe.step(torch.randn(4, 5), torch.randn(4, 3))
     assert len(sent) == 7 and all(torch.equal(now, then) for now, then in sent)

@@ -78,7 +78,7 @@ def test_captured_ticks_are_the_eager_ones(accumulate):
         for m, c in zip(models, (True, False), strict=True)
     ]
     losses = [run(pipe, 200) for pipe in pipes]
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     assert torch.equal(*losses)
     assert equal(*models)
     state = pipes[0].state_dict()
@@ -116,7 +116,7 @@ def test_revnet(accumulate, dtype):
     ]
     with same_kernels(), torch.autocast("cuda", dtype, enabled=dtype is not None):
         losses = [run(pipe, 200, images=True) for pipe in pipes]
-        assert pipes[0]._execution.is_active
+        assert pipes[0].execution.is_active
         assert torch.equal(*losses)
         assert equal(*models)
         state = pipes[0].state_dict()
@@ -142,7 +142,7 @@ def test_compiled(tmp_path, monkeypatch):
         if compiled:
             pipe.compile(dynamic=False)
         losses.append(run(pipe, 60))
-        assert not capture or pipe._execution.is_active
+        assert not capture or pipe.execution.is_active
     assert torch.equal(*losses[:2])
     assert torch.allclose(losses[0][:10], losses[2][:10], rtol=1e-3)
 
@@ -168,7 +168,7 @@ def test_options(options):
         for m, c in zip(models, (True, False), strict=True)
     ]
     losses = [run(pipe, 100) for pipe in pipes]
-    assert pipes[0]._execution.is_active
+    assert pipes[0].execution.is_active
     assert torch.equal(*losses)
     assert equal(*models)
 
@@ -182,7 +182,7 @@ def test_an_optimizer_that_chose_nothing_is_fused():
 
         pipe = rd.Pipeline(tokens_model(), stages=3, loss=F.cross_entropy, optimizer=make_optimizer)
         run(pipe, 30)
-        chosen.append(pipe._execution.is_active)
+        chosen.append(pipe.execution.is_active)
     assert chosen == [True, False]
 
 
@@ -200,7 +200,7 @@ def test_what_cannot_be_captured_stays_eager_and_is_said(caplog):
     # And the next one can be captured.
     pipe = make(tokens_model(), capture=True)
     run(pipe, 60)
-    assert pipe._execution.is_active
+    assert pipe.execution.is_active
 
 
 class Sleepy(CudaGraphs):
@@ -216,16 +216,16 @@ class Sleepy(CudaGraphs):
 @pytest.mark.parametrize("latency", [1, 0.5])
 def test_random_delays_in_branches_change_nothing(latency):
     pipe = make(tokens_model(), capture=True, latency=latency)
-    pipe._execution = CapturedRunner(pipe, partial(Sleepy, torch.device("cuda")))
+    pipe.execution = CapturedRunner(pipe, partial(Sleepy, torch.device("cuda")))
     plain = make(tokens_model(), capture=False, latency=latency)
     for trial in range(30):
         # Another state and other inputs each time: what is left of the last trial is wrong.
         plain.load_state_dict(pipe.state_dict())
         losses = [run(p, 24, 24 * trial) for p in (pipe, plain)]
-        assert pipe._execution.is_active
+        assert pipe.execution.is_active
         assert torch.equal(*losses)
-        pipe._execution.leave()
-        pipe._execution.forget()
+        pipe.execution.leave()
+        pipe.execution.forget()
 
 
 @pytest.mark.parametrize("capture", [True, False])
@@ -237,7 +237,7 @@ def test_inputs_may_come_from_the_host(capture):
         torch.cuda._sleep(1_000_000)  # a tick that is still running when the next input comes
         ticks = [pipes[0].step(x, y), pipes[1].step(x.cpu().pin_memory(), y.cpu())]
         assert ticks[0].loss is None or torch.equal(ticks[0].loss, ticks[1].loss)
-    assert not capture or pipes[1]._execution.is_active
+    assert not capture or pipes[1].execution.is_active
     assert equal(*models)
 
 
@@ -262,14 +262,14 @@ def test_other_threads_may_go_on_while_ticks_are_recorded():
     finally:
         done.set()
         thread.join()
-    assert pipe._execution.is_active
+    assert pipe.execution.is_active
     assert not faults
 
 
 def test_a_step_waits_for_nothing():
     pipe = make(tokens_model(), capture=True)
     run(pipe, 30)
-    assert pipe._execution.is_active
+    assert pipe.execution.is_active
     batches = [batch(index) for index in range(20)]
     torch.cuda.set_sync_debug_mode("error")
     try:

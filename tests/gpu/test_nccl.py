@@ -127,7 +127,7 @@ def train_large(
         generator = torch.Generator("cuda").manual_seed(n)
         x = torch.randn(64, width, generator=generator, device="cuda")
         losses.append(pipe.step(x, x.roll(1)).loss)
-    assert pipe._execution.is_active == is_captured
+    assert pipe.execution.is_active == is_captured
     losses += [tick.loss for tick in pipe.flush(update=True)]
     return [float(loss) for loss in losses if loss is not None], pipe.full_state_dict()
 
@@ -148,14 +148,15 @@ def test_messages_of_64_megabytes(latency, dtype, tmp_path):
     assert all(equal(full, weights) for _, full in results)
 
 
-def test_captured_ticks(tmp_path):
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_captured_ticks(backend, tmp_path):
     settings = [
         {},
         {"latency": 0.5, "accumulate": 2},
         {"latency": 2, "stages": 5, "clip_norm": 0.05, "clip_over": "all"},
         {"latency": [0.5, 1, 1.5], "stages": 4, "lookahead": "momentum", "share_loss": True},
     ]
-    equalities.compare_captured(settings, 3, "nccl", tmp_path)
+    equalities.compare_captured(settings, 3, backend, tmp_path)
 
 
 def captured_large_messages(rank):

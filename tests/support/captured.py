@@ -50,7 +50,7 @@ def build(cut, *, optimizer="sgd", seed=0, recorded=True, **options):
         **options,
     )
     if recorded:
-        pipe._execution = CapturedRunner(pipe, lambda num: Tape(num, seed))
+        pipe.execution = CapturedRunner(pipe, lambda num: Tape(num, seed))
     return pipe
 
 

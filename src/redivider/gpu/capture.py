@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from redivider.backward.auto import faster, forcing, time_strategies
 from redivider.chain import observing
 from redivider.errors import CaptureError
 from redivider.gpu.cuda_graph import capturing
 from redivider.gpu.rollback import Rollback, Settings
+from redivider.tree import map_tensors
 
 NUM_WARM_UPS = 3
 
@@ -89,7 +90,7 @@ class Captured:
             self._graph.replay()
             # The graph has changed the weights without autograd noticing.
             torch.autograd.graph.increment_version(list(self._gradients))
-            return tree_map_only(Tensor, Tensor.clone, self._output)
+            return map_tensors(Tensor.clone, self._output)
 
     def _prepare(self, rollback: Rollback) -> None:
         done = False
@@ -144,7 +145,7 @@ class Captured:
                     f"the step returns {kind}, which would stay the same for ever; return tensors "
                     "on the GPU"
                 )
-        self._output = tree_map_only(Tensor, Tensor.detach, output)
+        self._output = map_tensors(Tensor.detach, output)
 
     def _fastest(self, rollback: Rollback) -> str:
         """Capture the step with every strategy of "auto", and return the faster one."""

@@ -1,6 +1,6 @@
 """Parameters, FLOPs and activation memory of a model, counted on meta without allocating."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from redivider.checks.memory import Live
 from redivider.coupling import Coupling
 from redivider.models.catalogue import create_model, list_models, resolve
 from redivider.models.options import OptionError
+from redivider.tree import tensors_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _Counter(Live):  # type: ignore[no-untyped-call]
         key = (func, repr(_to_specs((args, tuple(kwargs.items())))))
         if key not in _results:
             result = super()._run(func, args, kwargs)
-            if not all(tensor.is_meta for tensor in _tensors((args, kwargs, result))):
+            if not all(tensor.is_meta for tensor in tensors_of((args, kwargs, result))):
                 return result
             _results[key] = _to_specs(result)
         return _from_specs(_results[key])
@@ -116,10 +116,6 @@ def _returns_new_tensors(func: Any) -> bool:
     """Return True if no result shares memory with an argument and no argument is written to."""
     schema = func._schema
     return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 class Fused(TorchFunctionMode):

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from redivider.chain import verify_keywords
 from redivider.initial import materialise
@@ -32,6 +31,7 @@ from redivider.pipeline.stages.placement import units_of_stages
 from redivider.pipeline.tick import Tick
 from redivider.replay.random import mix_seeds
 from redivider.replay.statistics import counting_layers
+from redivider.tree import map_tensors
 
 
 class DistributedPipeline(Pipeline):
@@ -63,7 +63,7 @@ class DistributedPipeline(Pipeline):
     """
 
     is_spread = True
-    _transport: BetweenProcesses
+    transport: BetweenProcesses
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class DistributedPipeline(Pipeline):
         self.num_replicas = team.num_columns
         self._share_loss = share_loss
         if example is not None and _is_meta(units.values()):
-            example = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), example)
+            example = map_tensors(lambda tensor: tensor.to("meta"), example)
         with team.guarding():
             if seed is None:
                 seed = int(team.tell_all(str(torch.initial_seed()))[0])
@@ -115,7 +115,7 @@ class DistributedPipeline(Pipeline):
     def flush(self, *, update: bool = False) -> list[Tick]:
         with self._guarding():
             ticks = super().flush(update=update)
-            self._transport.mail.finish()
+            self.transport.mail.finish()
             return ticks
 
     @torch.no_grad()
@@ -126,7 +126,7 @@ class DistributedPipeline(Pipeline):
         """
         with self._guarding():
             output = share_tree(self._team, self.evaluate_here(x, **side), self._device)
-            self._transport.mail.catch_up()
+            self.transport.mail.catch_up()
             return output
 
     @torch.no_grad()
@@ -136,12 +136,12 @@ class DistributedPipeline(Pipeline):
             verify_keywords(side, self._takes)
             flow = Flow(x)
             if self._team.place:
-                flow, side = self._transport.mail.take_over()
+                flow, side = self.transport.mail.take_over()
             for stage in self.stages:
                 for unit in stage.units:
                     flow = unit.evaluate(flow, side)
-            self._transport.mail.pass_on(flow, side)
-            self._transport.mail.catch_up()
+            self.transport.mail.pass_on(flow, side)
+            self.transport.mail.catch_up()
         if not self._team.is_last:
             return None
         if flow.dtype is None:
@@ -158,16 +158,16 @@ class DistributedPipeline(Pipeline):
     def state_dict(self) -> dict[str, Any]:
         """Return this process's part of the state; `save` writes all parts as one."""
         with self._guarding():
-            self._transport.drain()
+            self.transport.drain()
             return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from this process's part, or from a whole state, bit for bit."""
         with self._guarding():
-            self._transport.drain()
+            self.transport.drain()
             all_or_none(self._team, lambda: verify_snapshot(self, state))
             super().load_state_dict(state)
-            self._transport.restore(state)
+            self.transport.restore(state)
 
     def save(self, folder: str | Path) -> None:
         """Write the state of all processes to one folder, on a disk that they share."""
@@ -190,7 +190,7 @@ class DistributedPipeline(Pipeline):
         """Receive all messages in flight, so that the other processes can end; call it in all."""
         if self._stopped is None:
             with self._guarding():
-                self._transport.drain()
+                self.transport.drain()
         self._team.watch.close()
 
     @property
@@ -210,7 +210,7 @@ class DistributedPipeline(Pipeline):
     @property
     def num_bytes_sent(self) -> int:
         """Bytes of messages of ticks that this process has sent so far."""
-        return self._transport.mail.num_bytes_sent
+        return self.transport.mail.num_bytes_sent
 
     def __repr__(self) -> str:
         stages = f"{self._own.start} to {self._own[-1]}" if len(self._own) > 1 else self._own[0]
@@ -262,7 +262,6 @@ class DistributedPipeline(Pipeline):
         return BetweenProcesses(
             self.in_flight,
             self.packing,
-            self._caller_tensors,
             team=self._team,
             own=self._own,
             device=self._device,

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from redivider.chain import Chain, name_unit, taken
 from redivider.checks.restore import restored
 from redivider.errors import naming
+from redivider.tree import map_tensors, tensors_of
 
 COSTS = ("units", "work", "time")
 
@@ -150,8 +150,8 @@ def _seconds(unit: nn.Module, x: Any, side: dict[str, Any], *, repeats: int) -> 
         start = time.perf_counter()
         leaf = _leaf(x)
         y = unit(leaf, **side)
-        outputs = [tensor for tensor in tree_leaves(y) if tensor.requires_grad]
-        inputs = [t for t in (*unit.parameters(), *tree_leaves(leaf)) if t.requires_grad]
+        outputs = [tensor for tensor in tensors_of(y) if tensor.requires_grad]
+        inputs = [t for t in (*unit.parameters(), *tensors_of(leaf)) if t.requires_grad]
         if outputs and inputs:
             grads = [torch.ones_like(output) for output in outputs]
             torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
@@ -162,9 +162,7 @@ def _seconds(unit: nn.Module, x: Any, side: dict[str, Any], *, repeats: int) -> 
 
 
 def _leaf(x: Any) -> Any:
-    return tree_map_only(
-        torch.Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), x
-    )
+    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), x)
 
 
 def _synchronize() -> None:

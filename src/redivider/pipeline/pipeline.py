@@ -30,7 +30,7 @@ from redivider.pipeline.runners.in_flight import InFlight
 from redivider.pipeline.runners.inputs import CallerTensors, verify_inputs, verify_mode
 from redivider.pipeline.runners.prefetch import Prefetch
 from redivider.pipeline.runners.tick_context import EagerTick, TickContext
-from redivider.pipeline.runners.transport import InProcess, Transport
+from redivider.pipeline.runners.transport import InProcess, TickTransport, Transport
 from redivider.pipeline.schedule import Action, Schedule, resolve_latency
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.loss import Loss
@@ -173,11 +173,14 @@ class Pipeline:
                     stage.ahead = Ahead(accumulate, self._factor)
         self.in_flight = InFlight(self.schedule)
         self._caller_tensors = CallerTensors()
-        self._transport = self._make_transport()
+        self.transport = self._make_transport()
+        """How messages travel: within the process, or between processes."""
+        self._tick_transport: TickTransport = self.transport
         self._stopped: str | None = None
         self._probe: Probe | None = None
         self._tick_context: TickContext = EagerTick()
-        self._execution: Execution = Eager()
+        self.execution: Execution = Eager()
+        """How ticks run: eagerly, or by graphs."""
         self.observer: Callable[[Action, float], None] | None = None
         """Called after every action, with the time at which it began."""
         logger.info("%s", self)
@@ -186,7 +189,7 @@ class Pipeline:
         if capture and device.type == "cuda":
             from redivider.pipeline.runners.captured import make_captured
 
-            self._execution = make_captured(self)
+            self.execution = make_captured(self)
 
     def step(self, x: Any, target: Any = None, /, **side: Any) -> Tick:
         """Feed a micro-batch and run one tick; return the loss that was computed in it.
@@ -200,11 +203,14 @@ class Pipeline:
         if self._prefetch is not None:
             x, target = self._prefetch.bring((x, target))
         with self._stopping():
-            tick = self._execution.step(x, target, side)
+            tick = self.execution.step(x, target, side)
         if tick is not None:
             self._caller_tensors.forget()  # graphs have copies
             return tick
-        message = self._transport.enter(self.in_flight.next, x, target, side)
+        n = self.in_flight.next
+        message = self.transport.enter(n, x, target, side)
+        needed = () if message is None else (x, side)
+        self._caller_tensors.note(n, needed, target if self._ends_here else None)
         if self._probe is not None and message is not None:
             self._probe.enter(message)
         self.in_flight.entered += 1
@@ -219,7 +225,7 @@ class Pipeline:
         from redivider.pipeline.stages.compiled_update import CompiledUpdate
 
         self._leave_graphs()
-        self._execution.forget()
+        self.execution.forget()
         compile_units((unit.module for unit in self._units.values()), **options)
         if self._ends_here:
             self._loss.module.compile(**options)
@@ -243,7 +249,7 @@ class Pipeline:
         self.in_flight.restart()
         if update:
             with self._stopping(), without_autocast(self.device):
-                norms = self._transport.norms(self.stages)
+                norms = self.transport.norms(self.stages)
                 self._update([stage for stage in self.stages if stage.num_pending], norms)
         return [tick for tick in ticks if tick.microbatch is not None]
 
@@ -275,7 +281,7 @@ class Pipeline:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state, bit for bit; a state that does not fit changes nothing."""
         verify_snapshot(self, state)
-        self._execution.forget()
+        self.execution.forget()
         self._caller_tensors.forget()
         with self._stopping():
             restore_snapshot(self, state)
@@ -329,28 +335,28 @@ class Pipeline:
         return self.stages[j - self._own.start]
 
     def _make_transport(self) -> Transport:
-        return InProcess(self.in_flight, self.packing, self._caller_tensors)
+        return InProcess(self.in_flight, self.packing)
 
     def _run_tick(self) -> Tick:
         result, flight = Tick(), self.in_flight
         t, entered = flight.tick, flight.entered
-        self._transport.begin_tick()
+        self._tick_transport.begin_tick()
         # Units enter the autocast of their own micro-batch. Backward passes and updates run without
         # it, as in plain training, whether the caller is under autocast or not.
         with self._stopping(), without_autocast(self.device):
-            norms = self._transport.norms(self.stages)  # clipping uses those of before the tick
+            norms = self._tick_transport.norms(self.stages)  # of before the tick, for clipping
             for group, actions in enumerate(self.schedule.groups(t, entered)):
                 for action in actions:
                     if action.stage in self._own:
                         result = self._run_action(action) or result
-                self._transport.exchange(t, group)
+                self._tick_transport.exchange(t, group)
                 for stage in self.stages:
                     if stage.is_unfinished:
                         with self._tick_context.lane("B", stage.index):
                             stage.finish_backward()
                 self._update([s for s in self.stages if s.num_pending >= self.accumulate], norms)
             flight.tick += 1
-        return self._transport.share(result, t)
+        return self._tick_transport.share(result, t)
 
     def _run_action(self, action: Action) -> Tick | None:
         """Run a forward or a backward; return the loss, if it was computed."""
@@ -367,7 +373,7 @@ class Pipeline:
         return result
 
     def _forward(self, j: int, n: int) -> Tick | None:
-        stage, message = self._stage(j), self._transport.fetch("up", j, n)
+        stage, message = self._stage(j), self._tick_transport.fetch("up", j, n)
         self._tick_context.hold(message)
         if self._probe is None:
             message = stage.run_forward(message)
@@ -375,7 +381,7 @@ class Pipeline:
             with self._probe.watching_forward(stage, n) as seen:
                 message = seen["sent"] = stage.run_forward(message)
         if j + 1 < len(self.cut):
-            self._transport.deliver("up", j + 1, message)
+            self._tick_transport.deliver("up", j + 1, message)
             return None
         with naming(f"stage {j}, loss, micro-batch {n}"), message.autocast.again():
             down, loss, aux = self._loss.run(message, self.arithmetic, self._tick_context.guard)
@@ -383,16 +389,16 @@ class Pipeline:
         return Tick(n, loss, aux)
 
     def _backward(self, j: int, n: int) -> None:
-        stage, message = self._stage(j), self._transport.fetch("down", j, n)
+        stage, message = self._stage(j), self._tick_transport.fetch("down", j, n)
         self._tick_context.hold(message)
         watching = (
             nullcontext() if self._probe is None else self._probe.watching_backward(stage, message)
         )
         with watching:
-            message = stage.run_backward(message, is_urgent=self._transport.is_urgent(j))
+            message = stage.run_backward(message, is_urgent=self._tick_transport.is_urgent(j))
         if j > 0:
-            self._transport.deliver("down", j - 1, message)
-        self._transport.forget(j, n)
+            self._tick_transport.deliver("down", j - 1, message)
+        self._tick_transport.forget(j, n)
 
     def _update(self, stages: Sequence[Stage], norms: Sequence[Tensor]) -> None:
         """Update stages; `norms` are those of the gradients of all stages."""
@@ -405,7 +411,7 @@ class Pipeline:
 
     def _leave_graphs(self) -> None:
         with self._stopping():
-            self._execution.leave()
+            self.execution.leave()
 
     def _verify_running(self) -> None:
         if self._stopped is not None:

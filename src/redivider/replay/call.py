@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.backends import mha
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from redivider._torch_private import compiled_call
 from redivider.errors import UnitError, writes_error
@@ -25,7 +25,7 @@ from redivider.replay.module_tree import ModuleTree
 from redivider.replay.record import Record
 from redivider.replay.switch import switched_off
 from redivider.replay.weights import count_fused_steps
-from redivider.tree import tensors_of
+from redivider.tree import map_tensors, tensors_of
 
 # A run temporarily swaps parameters, flags and random state of the caller's own modules.
 _run_lock = RLock()
@@ -97,7 +97,7 @@ class Call:
             # The graph is temporary, so the caller's hooks on saved tensors must not see it.
             with saved_tensors_hooks(_keep, _keep):
                 run, record = self.only_run(tensors, needs, record=record)
-            return _detached(run.output), record
+            return map_tensors(Tensor.detach, run.output), record
         if self.module not in _verified:
             _verify_unsharded(self.modules)
         record = self._new(record, tensors)
@@ -109,7 +109,7 @@ class Call:
                 args, kwargs = self._arguments(tensors)
                 output = self.module(*args, **kwargs)
         _verify_unwritten(tensors, versions)
-        return _detached(output), record
+        return map_tensors(Tensor.detach, output), record
 
     def run_plainly(self, tensors: Sequence[Tensor]) -> Any:
         """Run the module on these tensors, without a record or checks."""
@@ -248,12 +248,6 @@ def place_grads(grads: Iterable[Tensor | None], leaves: Sequence[Tensor]) -> lis
     """Return the gradients of all leaves, where only those that need one are given."""
     following = iter(grads)
     return [next(following) if leaf.requires_grad else None for leaf in leaves]
-
-
-def _detached(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach()
-    return tree_map_only(Tensor, Tensor.detach, tree)
 
 
 def _keep(tensor: Tensor) -> Tensor:

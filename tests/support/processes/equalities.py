@@ -31,7 +31,7 @@ def train(rank, settings):
         output = pipe.evaluate(x if rank == 0 else None, **({"mask": mask} if rank == 0 else {}))
         losses += finish(pipe)
         results.append((losses, output, pipe.full_state_dict(), len(pipe._units)))
-        assert pipe._transport.is_empty
+        assert pipe.transport.is_empty
         pipe.close()
     return results
 
@@ -292,13 +292,13 @@ def run_both_ways(rank, settings, ranks, flushes):
             keywords = options(optimizer=fused_sgd, **changes) | {"capture": is_captured}
             pipe = rd.DistributedPipeline(rd.Chain(units), **keywords)
             if is_captured and on_host:
-                pipe._execution = CapturedRunner(pipe, Tape)
+                pipe.execution = CapturedRunner(pipe, Tape)
             losses = run(pipe, 0, NUM_CAPTURED)
-            assert pipe._execution.is_active == is_captured, changes
+            assert pipe.execution.is_active == is_captured, changes
             if flushes:
                 losses += [(tick.microbatch, tick.loss) for tick in pipe.flush()]
                 losses += run(pipe, NUM_CAPTURED, 2 * NUM_CAPTURED)
-                assert pipe._execution.is_active == is_captured, changes
+                assert pipe.execution.is_active == is_captured, changes
             num = NUM_CAPTURED * (1 + flushes)
             state = pipe.state_dict()
             for stage in state["stages"].values():
@@ -307,9 +307,9 @@ def run_both_ways(rank, settings, ranks, flushes):
             x, _, mask = batch(99)
             output = pipe.evaluate(x, mask=mask)
             losses += run(pipe, num + 5, num + 20)
-            assert pipe._execution.is_active == is_captured, changes
+            assert pipe.execution.is_active == is_captured, changes
             losses += finish(pipe)
-            assert pipe._transport.is_empty
+            assert pipe.transport.is_empty
             ends.append((losses, pipe.full_state_dict(), output, state))
             pipe.close()
         results.append(ends)

@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from redivider.pipeline.checkpoint.files import StateError
 from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.module_state import places_of_buffers
 from redivider.pipeline.stages.stage import Stage
 from redivider.replay.autocast import Autocast
+from redivider.tree import map_tensors
 
 if TYPE_CHECKING:
     from redivider.pipeline.pipeline import Pipeline
@@ -29,9 +29,9 @@ def take_snapshot(pipe: "Pipeline") -> dict[str, Any]:
         "entered": flight.entered,
         "microbatches": {
             n: {"side": side, "autocast": autocast.settings}
-            for n, (side, autocast) in pipe._transport.contexts().items()
+            for n, (side, autocast) in pipe.transport.contexts().items()
         },
-        "targets": pipe._transport.targets(),
+        "targets": pipe.transport.targets(),
         "stages": {
             stage.index: stage.state_dict_of_training()
             | {
@@ -121,7 +121,7 @@ def restore_snapshot(pipe: "Pipeline", state: dict[str, Any]) -> None:
     device = pipe.device
     # A state from disk or from another device moves to the model's. That of optimizers does not:
     # stages move it, because some of its tensors stay on the host.
-    trainings, state = state["stages"], tree_map_only(Tensor, lambda t: t.to(device), state)
+    trainings, state = state["stages"], map_tensors(lambda t: t.to(device), state)
     targets, sides = state["targets"], {n: e["side"] for n, e in state["microbatches"].items()}
     autocasts = {n: Autocast(device, e["autocast"]) for n, e in state["microbatches"].items()}
     flight = pipe.in_flight
@@ -155,5 +155,5 @@ def configuration(pipe: "Pipeline") -> dict[str, Any]:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    copied: dict[str, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
+    copied: dict[str, Any] = map_tensors(lambda tensor: tensor.detach().clone(), state)
     return copied

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.stage import Stage
+from redivider.tree import tensors_of
 
 if TYPE_CHECKING:
     from redivider.pipeline.pipeline import Pipeline
@@ -54,10 +54,11 @@ def _count(stage: Stage, *inboxes: dict[int, Message]) -> Holding:
 def _num_bytes(tree: Any, known: set[int]) -> int:
     """Return the bytes of the storages in a tree that are not known yet, and note them."""
     total = 0
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in known:
-            known.add(leaf.untyped_storage().data_ptr())
-            total += leaf.untyped_storage().nbytes()
+    for tensor in tensors_of(tree):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            total += storage.nbytes()
     return total
 
 
@@ -65,7 +66,7 @@ def _saved(output: Any) -> list[Tensor]:
     """Return the tensors that autograd has saved in the graph of an output."""
     saved: list[Tensor] = []
     seen: set[Any] = set()
-    queue: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output)]
+    queue: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
     while queue:
         node = queue.pop()
         if node is None or node in seen:
@@ -74,6 +75,6 @@ def _saved(output: Any) -> list[Tensor]:
         for name in dir(node):
             if name.startswith("_saved_"):
                 value = getattr(node, name)
-                saved += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+                saved += tensors_of(value)
         queue += [parent for parent, _ in node.next_functions]
     return saved

@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from redivider.arithmetic import Arithmetic
 from redivider.errors import require
@@ -27,6 +26,7 @@ from redivider.pipeline.stages.loss import Loss
 from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.stage import Stage
 from redivider.pipeline.stages.unit import Unit
+from redivider.tree import map_tensors, tensors_of
 
 Grads: TypeAlias = list[Tensor | None]
 NONE = float("nan")  # for what cannot be compared
@@ -122,7 +122,7 @@ class Probe:
         yield sent
         if sample is not None:
             value = sent["sent"].flow.value
-            sample.outputs[stage.index] = tree_map_only(Tensor, Tensor.clone, value)
+            sample.outputs[stage.index] = map_tensors(Tensor.clone, value)
 
     @contextmanager
     def watching_backward(self, stage: Stage, message: Message) -> Iterator[None]:
@@ -267,7 +267,7 @@ def _compare(one: Grads, other: Grads) -> tuple[Any, Any]:
 
 
 def _relative_error(rebuilt: Any, true: Any) -> Any:
-    pairs = list(zip(tree_leaves(rebuilt), tree_leaves(true), strict=False))
+    pairs = list(zip(tensors_of(rebuilt), tensors_of(true), strict=False))
     if rebuilt is None or not pairs:
         return NONE  # nothing was rebuilt: the unit below has kept what it needs
     error = sum((a.double() - b.double()).square().sum() for a, b in pairs)

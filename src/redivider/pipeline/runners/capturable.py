@@ -1,5 +1,6 @@
 """Conditions for capturing ticks as CUDA graphs, on the pipeline, its settings and its inputs."""
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from redivider.replay.autocast import Autocast
 if TYPE_CHECKING:
     from redivider.pipeline.pipeline import Pipeline
 
+_IS_TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -23,8 +25,6 @@ def reason_against(pipe: "Pipeline") -> str | None:
         return "a stream that leaves its grid must stop the pipeline at once"
     if pipe.num_replicas > 1:
         return "replicas average their gradients"
-    if pipe.is_spread and not pipe._transport.is_direct:
-        return "messages pass through memory of the host"
     if pipe.packing.dtype is not None:
         return "messages are packed"
     for stage in pipe.stages:
@@ -53,10 +53,11 @@ class Settings:
         They are the training flags, which parameters train and where they lie, and the optimizers'
         hooks and options.
         """
-        flags = [module.training for module in self._modules]
-        params = [(param.requires_grad, param.data_ptr()) for param in self._params]
-        hooked = [has_hooks(optimizer) for optimizer in self._optimizers]
-        return flags, params, hooked, [_built_in(group) for group in self._groups]
+        flags = list(map(_IS_TRAINING, self._modules))  # without a frame for every module
+        trains = list(map(_REQUIRES_GRAD, self._params))
+        places = list(map(Tensor.data_ptr, self._params))
+        hooked = list(map(has_hooks, self._optimizers))
+        return flags, trains, places, hooked, list(map(_built_in, self._groups))
 
 
 def _built_in(group: dict[str, Any]) -> list[Any]:
@@ -72,15 +73,19 @@ def signature_of(inputs: Any, device: torch.device) -> Any:
         inputs: Inputs of a step.
         device: Device of the pipeline; not every process has inputs.
     """
-    leaves, spec = tree_flatten(inputs)
-    signatures = [_leaf_signature(leaf) for leaf in leaves]
-    devices = {device, *(leaf.device for leaf in leaves if isinstance(leaf, Tensor))}
-    autocast = [Autocast(device).settings for device in sorted(devices, key=str)]
-    return spec, signatures, autocast, torch.is_inference_mode_enabled()
+    return _signature(inputs), Autocast(device).settings
 
 
-def _leaf_signature(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device
+def _signature(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.shape, tree.dtype, tree.device
+    if isinstance(tree, PLAIN):
+        return tree
+    # The usual trees are compared without a walk by pytree, which costs more.
+    if type(tree) in (tuple, list):
+        return type(tree), [_signature(item) for item in tree]
+    if type(tree) is dict:
+        return list(tree), [_signature(value) for value in tree.values()]
+    leaves, spec = tree_flatten(tree)
     # An object that may change without our notice equals nothing: such ticks are not captured.
-    return leaf if isinstance(leaf, PLAIN) else object()
+    return object() if spec.is_leaf() else (spec, [_signature(leaf) for leaf in leaves])

@@ -25,7 +25,8 @@ travel (`recorded_transport.Part`). Replays go round the cycle. With three phase
 Memory. A graph reads and writes the same addresses at every replay:
 
     memory                                written                       read
-    inputs, control tensors               by the host before a replay   by every phase
+    inputs, learning rates                by the host before a replay   by every phase
+    numbers of a tick                     by every phase, which counts  by every phase
     messages of other processes           by a transfer, or a copy      by one phase
     weights, optimizers, statistics       by every phase, in place      by every phase
     rings of kept inputs                  one slot a tick               one slot a tick
@@ -51,7 +52,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from redivider.backward.mailbox import Mailbox
 from redivider.pipeline.runners.capturable import Settings, reason_against, signature_of
@@ -61,7 +61,6 @@ from redivider.pipeline.runners.execution import Eager, Execution
 from redivider.pipeline.runners.recorded_transport import Part, RecordedTransport
 from redivider.pipeline.runners.recording import NONE, Recording
 from redivider.pipeline.runners.tick_state import TickState
-from redivider.pipeline.runners.transport import Source, copy_tensors
 from redivider.pipeline.schedule import KINDS
 from redivider.pipeline.stages.fused_optimizer import fuse, has_hooks
 from redivider.pipeline.stages.message import Flow, Message
@@ -72,6 +71,7 @@ from redivider.pipeline.tick import Tick
 from redivider.replay.autocast import Autocast
 from redivider.replay.random import captured_from, replayed_from
 from redivider.replay.statistics import counted_later
+from redivider.tree import map_tensors
 
 if TYPE_CHECKING:
     from redivider.pipeline.pipeline import Pipeline
@@ -164,7 +164,7 @@ class CapturedRunner(Execution):
             return
         self.is_active = False
         pipe, before = self._pipe, self._phases[self._next - 1]
-        pipe._transport.end_rotation()
+        self._messages.end()
         entered = pipe.in_flight.next - 1  # the last one
         before.state.clone(entered - before.entering).restore_to(pipe)
         device = self._control.device
@@ -181,8 +181,9 @@ class CapturedRunner(Execution):
         self._verify_losses(wait=True)
 
     def forget(self) -> None:
+        if self.is_active:
+            self._messages.end()
         self.is_active = False
-        self._pipe._transport.end_rotation()
         self._phases, self._num_alike = [], 0
         for _, unit in self._units():
             unit.ring = None
@@ -233,18 +234,19 @@ class CapturedRunner(Execution):
         self._recorded_signature = self._signature
         keeping = [(s, unit) for s, unit in self._units() if unit.keep == "input" and unit.kept]
         self._control = Control(pipe, device, len(keeping))
-        least = 1 + pipe._transport.max_leaving
+        least = 1 + pipe.transport.max_leaving
         self._num_phases = num_phases(
             pipe.accumulate, TickState.of(pipe).nbytes, device, max(2, least)
         )
         # A new recorder for every recording: a pool cannot reuse the memory of dropped graphs.
         self._graphs = self._make_graphs(2 * len(pipe.stages))
         self._recording = Recording(
-            self._graphs, pipe.schedule, pipe._own, self._num_phases, self._control.microbatch
+            self._graphs, pipe.schedule, pipe._own, self._num_phases, self._control
         )
-        self._fixed = self._allocate(entering, inputs)
-        first = self._fixed[pipe._transport.sources[0]][0]
-        self._entering = first.flow.value, first.target, first.side  # as inputs of a step
+        x, target, side = inputs
+        target = target if pipe._ends_here else None
+        message = Message(entering, Flow(x), Autocast(device), side, target)
+        self._messages = pipe.transport.capture(message, self._num_phases, device)
         self._norms = torch.zeros(pipe.schedule.num_stages, dtype=torch.float64, device=device)
         self._pending = [stage.num_pending for stage in pipe.stages]
         self._rings = {
@@ -264,19 +266,24 @@ class CapturedRunner(Execution):
         last.state = start
         last.entering = entering - 1
 
-    def _numbers(self, entering: int) -> list[int]:
-        """Return the numbers that a tick needs: micro-batch of its loss, and slots of rings."""
-        schedule = self._pipe.schedule
-        numbers = [entering - schedule.lag("F", schedule.num_stages - 1)]
+    def _start_counting(self) -> None:
+        """Send the numbers of the last tick; graphs count on."""
+        schedule, entered = self._pipe.schedule, self._pipe.in_flight.next - 1
+        slots, sizes = [], []
         for stage, ring in self._rings.values():
-            lags = [schedule.lag(kind, stage.index) for kind in KINDS]
-            numbers += [ring.slot(entering - lag) for lag in lags]
-        return numbers
+            slots += [ring.slot(entered - schedule.lag(kind, stage.index)) for kind in KINDS]
+            sizes += [ring.size] * len(KINDS)
+        self._control.start(self._microbatch_of_loss(entered), slots, sizes)
+
+    def _microbatch_of_loss(self, entering: int) -> int:
+        """Return the micro-batch whose loss is computed when another one enters."""
+        schedule = self._pipe.schedule
+        return entering - schedule.lag("F", schedule.num_stages - 1)
 
     def _record_phase(self, entering: int, start: TickState) -> Phase:
         pipe = self._pipe
         before = [stage.num_updates for stage in pipe.stages]
-        self._recording.phase = len(self._phases)
+        self._recording.begin_phase(len(self._phases))
         num_ahead = [stage.num_ahead for stage in pipe.stages]  # when the tick begins
         for stage in pipe.stages:
             stage.forget_prediction()
@@ -303,8 +310,7 @@ class CapturedRunner(Execution):
                 torch._foreach_add_(alike, times)
             if is_last:
                 TickState.of(pipe).copy_to(start)
-            assert isinstance(pipe._transport, RecordedTransport)
-            return tick, pipe._transport.take_parts()
+            return tick, self._recorded.take_parts()
 
         tick, parts = self._graphs.record(run)
         updates = [
@@ -327,31 +333,31 @@ class CapturedRunner(Execution):
         for unit, (_, ring) in self._rings.items():
             ring.fill([kept.value for kept in unit.kept.values()], min(unit.kept))
             unit.ring = ring
-        pipe._transport.begin_rotation()
+        self._start_counting()
+        self._messages.begin()
         self._next = 0
         self.is_active = True
 
     def _replay(self, inputs: Any) -> Tick:
         pipe, phase, flight = self._pipe, self._phases[self._next], self._pipe.in_flight
-        transport, t, entering = pipe._transport, flight.tick, flight.next
-        is_spread = transport.is_spread
-        numbers = self._numbers(entering)
-        self._control.send(numbers, phase.updates, phase.ahead)
+        transport, t, entering = pipe.transport, flight.tick, flight.next
+        self._control.send_rates(phase.updates, phase.ahead)
         self._refresh_casts()
         flight.entered += 1
-        if is_spread:
-            self._begin_tick(entering, *inputs)
-        else:
-            copy_tensors(inputs, self._entering)
+        x, target, side = inputs
+        self._messages.enter(entering, x, target if pipe._ends_here else None, side)
+        transport.begin_tick()
+        if transport.shares_norms:
+            self._share_norms()
         for part in phase.parts:
-            if is_spread:
-                for source in part.read:
-                    self._bring(source, entering)
+            for direction, j in part.read:
+                n = entering - pipe.schedule.lag("F" if direction == "up" else "B", j)
+                self._messages.bring((direction, j), n, self._next)
             if part.replay is not None:
                 with replayed_from(self._oldest(entering), pipe.seed, phase.draws_on):
                     part.replay()
             for direction, data in part.sent:
-                transport.send_packed(direction, data)
+                self._messages.send(direction, data)
             if part.group is not None:
                 transport.exchange(t, part.group)
         # The host counts what the graph has done.
@@ -361,46 +367,23 @@ class CapturedRunner(Execution):
         for stage in phase.updates:
             stage.num_pending = 0
             stage.num_updates += 1
-        if is_spread:
-            first = pipe.stages[0].index
-            transport.forget(first, entering - pipe.schedule.lag("B", first))
+        first = pipe.stages[0].index
+        transport.forget(first, entering - pipe.schedule.lag("B", first))
         self._next = (self._next + 1) % self._num_phases
         if phase.loss is None:  # it is in another process
             return transport.share(Tick(), t)
         self._verify_losses(wait=False)
         # The next replay of this phase overwrites them.
-        aux = tree_map_only(Tensor, Tensor.clone, phase.aux)
-        return transport.share(Tick(numbers[0], phase.loss.clone(), aux), t)
+        aux = map_tensors(Tensor.clone, phase.aux)
+        return transport.share(Tick(self._microbatch_of_loss(entering), phase.loss.clone(), aux), t)
 
-    def _begin_tick(self, entering: int, x: Any, target: Any, side: dict[str, Any]) -> None:
-        """Note what enters, and begin a tick of a process among others."""
-        pipe, transport = self._pipe, self._pipe._transport
-        # Later ticks read them.
-        side = tree_map_only(Tensor, Tensor.clone, side) if side else side
-        target = tree_map_only(Tensor, Tensor.clone, target) if pipe._ends_here else None
-        transport.enter(entering, x, target, side)
-        transport.begin_tick()
-        if transport.shares_norms:
-            norms = self._phases[self._next - 1].state.norms
-            for stage, norm in zip(pipe.stages, norms, strict=True):
-                stage.norm = norm
-            torch.stack(transport.norms(pipe.stages), out=self._norms)
-
-    def _bring(self, source: Source, entering: int) -> None:
-        """Bring a message that comes into the process to where the next phase reads it."""
-        direction, stage = source
-        n = entering - self._pipe.schedule.lag("F" if direction == "up" else "B", stage)
-        fixed = self._fixed[source][self._next]
-        self._pipe._transport.bring(source, n, fixed, self._next)
-
-    def _allocate(self, entering: int, inputs: Any) -> dict[Source, list[Message]]:
-        """Allocate the memory from which phases read messages that come into the process."""
-        pipe, (x, target, side), autocast = self._pipe, inputs, Autocast(self._pipe.device)
-        message = Message(entering, Flow(x), autocast, side, target if pipe._ends_here else None)
-        return {
-            source: pipe._transport.allocate(source, message, self._num_phases, pipe.device)
-            for source in pipe._transport.sources
-        }
+    def _share_norms(self) -> None:
+        """Bring the gradient norms of all stages to where graphs read them."""
+        pipe = self._pipe
+        norms = self._phases[self._next - 1].state.norms
+        for stage, norm in zip(pipe.stages, norms, strict=True):
+            stage.norm = norm
+        torch.stack(pipe.transport.norms(pipe.stages), out=self._norms)
 
     def _verify_losses(self, *, wait: bool) -> None:
         """Raise if a loss was NaN: at once, or a few ticks later without waiting for the device."""
@@ -428,13 +411,14 @@ class CapturedRunner(Execution):
         kept = [(unit, dict(unit.kept)) for _, unit in self._units()]
         optimizers = [stage.optimizer for stage in pipe.stages if stage.optimizer is not None]
         pipe._tick_context, context = self._recording, pipe._tick_context
-        transport = pipe._transport
-        pipe._transport = RecordedTransport(transport, self._recording, self._fixed, self._norms)
+        pipe._tick_transport = self._recorded = RecordedTransport(
+            pipe.in_flight, pipe.packing, pipe._own, self._recording, self._messages, self._norms
+        )
         try:
             yield
         finally:
             pipe._tick_context, pipe._stopped = context, None
-            pipe._transport = transport
+            pipe._tick_transport = pipe.transport
             for stage in pipe.stages:
                 stage.forget_prediction()
             for optimizer in optimizers:

@@ -39,6 +39,7 @@ class Control:
         self._pipe = pipe
         numbers = torch.zeros(1 + 2 * num_rings, dtype=torch.int64, device=device)
         self._numbers, self.device = numbers, device
+        self._sizes = torch.ones_like(numbers[1:])
         self.microbatch = numbers[:1]
         """Micro-batch whose loss the tick computes, one number."""
         self.slots = numbers[1:].view(-1, 2)
@@ -77,18 +78,31 @@ class Control:
                 if stage.ahead is not None:
                     stage.ahead.coefficients = None
 
-    def send(
-        self, numbers: Sequence[int], due: Sequence[Stage], ahead: Sequence[tuple[int, int]]
-    ) -> None:
-        """Fill all tensors before the next launch, without waiting for the device.
+    def start(self, microbatch: int, slots: Sequence[int], sizes: Sequence[int]) -> None:
+        """Set the numbers of the last tick before the next one, from which ticks count.
 
         Args:
-            numbers: Micro-batch whose loss the tick computes, and the slots of ring buffers.
+            microbatch: Micro-batch whose loss it computed.
+            slots: Slots of ring buffers that it filled and read.
+            sizes: Numbers of slots of these ring buffers.
+        """
+        _send([microbatch, *slots], self._numbers)
+        _send(sizes, self._sizes)
+
+    def advance(self) -> None:
+        """Count a tick, in the graph: the host would need a copy for it."""
+        self._numbers.add_(1)
+        if self._sizes.numel():
+            self._numbers[1:].remainder_(self._sizes)
+
+    def send_rates(self, due: Sequence[Stage], ahead: Sequence[tuple[int, int]]) -> None:
+        """Fill the learning rates before the next launch, without waiting for the device.
+
+        Args:
             due: Stages that update in this tick.
             ahead: Updates of each stage before its forward in this tick, and number of updates that
                 the forward looks ahead.
         """
-        _send(numbers, self._numbers)
         if self._pipe._factor is None:
             self._take_rates()
             return

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from redivider.tree import map_tensors, tensors_of
 
 
 class Prefetch:
@@ -19,21 +20,21 @@ class Prefetch:
 
     def bring(self, inputs: Any) -> Any:
         """Return the inputs with all tensors on the GPU."""
-        if not any(map(_is_on_host, tree_leaves(inputs))):
+        if not any(map(_is_on_host, tensors_of(inputs))):
             return inputs
         ticks = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            copies = tree_map_only(Tensor, self._copy, inputs)
+            copies = map_tensors(self._copy, inputs)
         ticks.wait_stream(self._stream)
-        for leaf in tree_leaves(copies):
-            if isinstance(leaf, Tensor) and leaf.is_cuda:
+        for tensor in tensors_of(copies):
+            if tensor.is_cuda:
                 # Else the allocator could reuse its memory while a tick still reads it.
-                leaf.record_stream(ticks)
+                tensor.record_stream(ticks)
         return copies
 
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True) if _is_on_host(tensor) else tensor
 
 
-def _is_on_host(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cpu"
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"

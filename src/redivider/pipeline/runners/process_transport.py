@@ -5,25 +5,23 @@ settings do not travel: every process notes them when the micro-batch enters.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from redivider.pipeline.runners.captured_mail import CapturedMail
 from redivider.pipeline.runners.exchange import Mail
 from redivider.pipeline.runners.in_flight import InFlight
-from redivider.pipeline.runners.inputs import CallerTensors
 from redivider.pipeline.runners.topology import Team
-from redivider.pipeline.runners.transport import Source, Transport, copy_tensors
-from redivider.pipeline.runners.wire import Buffers
+from redivider.pipeline.runners.transport import Transport
 from redivider.pipeline.schedule import Direction, Leg
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.stage import Stage
 from redivider.pipeline.tick import Tick
 from redivider.replay.autocast import Autocast
+from redivider.tree import map_tensors
 
 
 class BetweenProcesses(Transport):
@@ -32,7 +30,6 @@ class BetweenProcesses(Transport):
     Args:
         in_flight: Inboxes of the stages, and counters.
         packing: How messages between stages are packed.
-        caller_tensors: Record of the caller's tensors that are still needed.
         team: The processes.
         own: The stages of this one.
         device: Device of its stages.
@@ -44,7 +41,6 @@ class BetweenProcesses(Transport):
         self,
         in_flight: InFlight,
         packing: Packing,
-        caller_tensors: CallerTensors,
         *,
         team: Team,
         own: range,
@@ -52,13 +48,12 @@ class BetweenProcesses(Transport):
         share_loss: bool,
         share_norms: bool,
     ) -> None:
-        super().__init__(in_flight, packing, caller_tensors)
-        self._team, self.own, self._device = team, own, device
+        super().__init__(in_flight, packing, own)
+        self._team, self._device = team, device
         self._share_loss, self.shares_norms = share_loss, share_norms
         self.mail = Mail(team, own, in_flight.schedule, packing, device)
-        self.is_direct = team.device.type == device.type
+        self.matches_by_order = team.batches
         self.max_leaving = self.mail.max_leaving
-        self._rotations: dict[Source, list[Buffers]] = {}
         self._contexts: dict[int, tuple[dict[str, Any], Autocast]] = {}
         self._future_targets: dict[int, Any] = {}  # of micro-batches on their way to the last rank
 
@@ -70,24 +65,21 @@ class BetweenProcesses(Transport):
     def enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> Message | None:
         team, autocast = self._team, Autocast(self._device)
         self._contexts[n] = (side, autocast)
-        if team.is_last:
-            self._caller_tensors.note(n, (), target)
         if team.is_last and team.num_places > 1:
             self._future_targets[n] = target
         if self.is_spread:
             target = None
         if team.place > 0:
             return None
-        self._caller_tensors.note(n, (x, side), target)
         if x is None:
             raise ValueError("the first rank of a column needs the inputs, and got none")
-        message = self._in_flight.up[0][n] = Message(n, Flow(x), autocast, side, target)
+        message = self.in_flight.up[0][n] = Message(n, Flow(x), autocast, side, target)
         return message
 
     def begin_tick(self) -> None:
-        t = self._in_flight.tick
-        self._team.watch.note(f"tick {self._in_flight.first + t}")
-        self.mail.expect(self._arriving(t + self._in_flight.schedule.max_ticks))
+        t = self.in_flight.tick
+        self._team.watch.note(f"tick {self.in_flight.first + t}")
+        self.mail.expect(self._arriving(t + self.in_flight.schedule.max_ticks))
 
     def deliver(self, direction: Direction, stage: int, message: Message) -> None:
         if stage in self.own:
@@ -96,70 +88,34 @@ class BetweenProcesses(Transport):
             self.mail.send(direction, message)
 
     def fetch(self, direction: Direction, stage: int, n: int) -> Message:
-        inbox = self._in_flight.inbox(direction, stage)
+        inbox = self.in_flight.inbox(direction, stage)
         return inbox.pop(n) if n in inbox else self._receive(direction, n)
 
-    def allocate(
-        self, source: Source, entering: Message, num_phases: int, device: torch.device
-    ) -> list[Message]:
-        direction = source[0]
-        if source == ("up", 0):
-            return super().allocate(source, entering, num_phases, device)
-        arrives_there = self._team.batches  # else through memory of the host, or posted far ahead
-        messages, buffers = [], []
-        for _ in range(num_phases if arrives_there else 1):
-            memory, (flow, grads, side) = self.mail.allocate(direction)
-            zeros = partial(tree_map_only, Tensor, partial(torch.zeros_like, device=device))
-            if direction == "down":  # they do not travel; those of all micro-batches are alike
-                side = zeros(next(iter(self._contexts.values()))[0])
-            target = zeros(entering.target)
-            messages.append(Message(0, flow, entering.autocast, side, target, grads))
-            buffers.append(memory)
-        if arrives_there:
-            self._rotations[source] = buffers
-            return messages
-        return super().allocate(source, messages[0], num_phases, device)
+    def capture(self, entering: Message, num_phases: int, device: torch.device) -> CapturedMail:
+        return CapturedMail(self, entering, num_phases, device)
 
-    def bring(self, source: Source, n: int, fixed: Message, phase: int) -> None:
-        direction, stage = source
-        if source not in self._rotations or n in self._in_flight.inbox(direction, stage):
-            super().bring(source, n, fixed, phase)
-            return
-        self.mail.take_into(direction, self._rotations[source][phase])
-        side, autocast = self._contexts[n]
-        if direction == "down":
-            if side:
-                copy_tensors(side, fixed.side)
-            return
-        arrived = tree_map_only(Tensor, Tensor.clone, fixed.side) if fixed.side else {}
-        self._contexts[n] = arrived, autocast
-        if n in self._future_targets:
-            copy_tensors(self._future_targets.pop(n), fixed.target)
+    def side_of(self, n: int) -> dict[str, Any]:
+        """Return the side inputs of a micro-batch in flight."""
+        return self._contexts[n][0]
 
-    def begin_rotation(self) -> None:
-        for (direction, stage), buffers in self._rotations.items():
-            num_read = len(self._in_flight.inbox(direction, stage))
-            self.mail.rotate(direction, buffers, num_read)
+    def note_side(self, n: int, side: dict[str, Any]) -> None:
+        """Note the side inputs of a micro-batch, which travel with it."""
+        self._contexts[n] = side, self._contexts[n][1]
 
-    def end_rotation(self) -> None:
-        self.mail.stop_rotating()
-
-    def pack(self, direction: Direction, message: Message) -> list[Tensor]:
-        return self.mail.pack(direction, message)
-
-    def send_packed(self, direction: Direction, data: list[Tensor]) -> None:
-        self.mail.send_packed(direction, data)
+    def take_target(self, n: int) -> Any:
+        """Return the target of a micro-batch that has come to the last rank; None elsewhere."""
+        return self._future_targets.pop(n, None)
 
     def forget(self, stage: int, n: int) -> None:
         if stage == self.own[0]:
             del self._contexts[n]
 
     def exchange(self, t: int, group: int) -> None:
-        self.mail.exchange(t, group, self._in_flight.entered)
+        self.mail.exchange(t, group, self.in_flight.entered)
 
     def drain(self) -> None:
         """Receive all messages in flight, so that inboxes hold what they hold in one process."""
-        flight = self._in_flight
+        flight = self.in_flight
         for direction, stage, local in self._arriving(flight.tick):
             n = flight.first + local
             flight.inbox(direction, stage)[n] = self._receive(direction, n)
@@ -173,7 +129,7 @@ class BetweenProcesses(Transport):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Note what a state knows of the micro-batches in flight, after the inboxes are filled."""
-        flight = self._in_flight
+        flight = self.in_flight
         ticks = flight.schedule.lag("B", self.own[0])  # until a micro-batch has left
         self._contexts = {
             n: (entry["side"], Autocast(self._device, entry["autocast"]))
@@ -188,7 +144,7 @@ class BetweenProcesses(Transport):
         }
 
     def norms(self, stages: Sequence[Stage]) -> list[Tensor]:
-        num_stages = self._in_flight.schedule.num_stages
+        num_stages = self.in_flight.schedule.num_stages
         if not self.shares_norms:
             return [torch.zeros(())] * num_stages  # unused
         mine = torch.zeros(num_stages, dtype=torch.float64, device=self._team.device)
@@ -208,9 +164,9 @@ class BetweenProcesses(Transport):
 
     def _with_loss(self, tick: Tick, t: int) -> Tick:
         """Send the loss of a tick to all ranks, if it has one."""
-        schedule = self._in_flight.schedule
+        schedule = self.in_flight.schedule
         local = t - schedule.lag("F", schedule.num_stages - 1)
-        if not 0 <= local < self._in_flight.entered:
+        if not 0 <= local < self.in_flight.entered:
             return tick
         loss = torch.zeros((), dtype=torch.float64, device=self._team.device)
         if tick.loss is not None:
@@ -218,11 +174,11 @@ class BetweenProcesses(Transport):
         self._team.spread_in_column(loss, self._team.num_places - 1)
         if tick.loss is not None:
             return tick
-        return Tick(self._in_flight.first + local, loss.to(self._device))
+        return Tick(self.in_flight.first + local, loss.to(self._device))
 
     def _arriving(self, end: int) -> Iterator[Leg]:
         """Yield the messages sent here before tick `end` that have not been received."""
-        flight = self._in_flight
+        flight = self.in_flight
         ticks = range(flight.tick - flight.schedule.max_ticks, end)
         for leg in self.mail.arriving(ticks, flight.entered):
             is_here = flight.first + leg.microbatch in flight.inbox(leg.direction, leg.stage)
@@ -234,8 +190,8 @@ class BetweenProcesses(Transport):
         side, autocast = self._contexts[n]
         if direction == "down":
             return Message(n, flow, autocast, side, grads=grads)
-        self._contexts[n] = (arrived, autocast)
-        return Message(n, flow, autocast, arrived, self._future_targets.pop(n, None))
+        self.note_side(n, arrived)
+        return Message(n, flow, autocast, arrived, self.take_target(n))
 
     def _moved(self, tree: Any) -> Any:
-        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), tree)
+        return map_tensors(lambda tensor: tensor.to(self._device), tree)

@@ -35,19 +35,20 @@ class Count:
             self._write = None  # the driver knows the call, and does not allow it
             self._mark_and_read(device)
 
-    def mark(self) -> "CountReached":
-        """Mark this point of the current stream."""
+    def mark(self, stream: int | None = None) -> "CountReached":
+        """Mark this point of the current stream, whose handle a caller may know."""
         self._num_marks += 1
-        if not self._is_written_by_driver():
+        if not self._is_written_by_driver(stream):
             self._on_gpu.fill_(self._num_marks)
             self.on_host.copy_(self._on_gpu, non_blocking=True)
         return CountReached(self, self._num_marks)
 
-    def _is_written_by_driver(self) -> bool:
+    def _is_written_by_driver(self, stream: int | None) -> bool:
         """Let the driver write the count, which is cheaper than a kernel and a copy."""
         if self._write is None:
             return False
-        stream = torch.cuda.current_stream(self._index).cuda_stream
+        if stream is None:
+            stream = torch.cuda.current_stream(self._index).cuda_stream
         return self._write(stream, self._address, self._num_marks, 0) == 0
 
     def _mark_and_read(self, device: torch.device) -> int:
@@ -87,6 +88,7 @@ class Progress:
     def __init__(self, device: torch.device) -> None:
         self._main, self._side = Count(device), Count(device)
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._handle: int = self._stream.cuda_stream
 
     def mark(self) -> Mark:
         """Mark this point of the current stream."""
@@ -98,7 +100,7 @@ class Progress:
         torch.cuda.set_stream(self._stream)  # `torch.cuda.stream` takes several times as long
         try:
             work.wait()
-            return self._side.mark()
+            return self._side.mark(self._handle)
         finally:
             torch.cuda.set_stream(before)
 

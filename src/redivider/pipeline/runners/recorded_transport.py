@@ -11,18 +11,19 @@ In one process nothing leaves, and a tick has one part.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
+from redivider.pipeline.runners.captured_messages import CapturedMessages, Source
 from redivider.pipeline.runners.cuda_graphs import Replay
+from redivider.pipeline.runners.in_flight import InFlight
 from redivider.pipeline.runners.recording import Recording
-from redivider.pipeline.runners.transport import Source, Transport
+from redivider.pipeline.runners.transport import TickTransport
 from redivider.pipeline.schedule import Direction
+from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.stage import Stage
 from redivider.pipeline.tick import Tick
-from redivider.replay.autocast import Autocast
 
 
 @dataclass
@@ -39,27 +40,29 @@ class Part:
     """Group of actions that it ends, after which processes exchange messages."""
 
 
-class RecordedTransport(Transport):
+class RecordedTransport(TickTransport):
     """Transport of a tick that is recorded, in place of a pipeline's own.
 
     Args:
-        transport: Transport of the pipeline.
+        in_flight: Inboxes of the stages, and counters.
+        packing: How messages between stages are packed.
+        own: Stages of this process.
         recording: Context of the tick.
-        fixed: Memory of the messages that come into the process, for each phase.
+        messages: Messages that come into the process, and those that leave it.
         norms: Fixed memory of the gradient norms of all stages, where processes exchange them.
     """
 
     def __init__(
         self,
-        transport: Transport,
+        in_flight: InFlight,
+        packing: Packing,
+        own: range,
         recording: Recording,
-        fixed: dict[Source, list[Message]],
+        messages: CapturedMessages,
         norms: Tensor,
     ) -> None:
-        super().__init__(transport._in_flight, transport._packing, transport._caller_tensors)
-        self._transport, self._recording = transport, recording
-        self._fixed, self._norms = fixed, norms
-        self.own = transport.own
+        super().__init__(in_flight, packing, own)
+        self._recording, self._messages, self._norms = recording, messages, norms
         self._parts: list[Part] = []
         self._part = Part()
 
@@ -71,17 +74,17 @@ class RecordedTransport(Transport):
 
     def fetch(self, direction: Direction, stage: int, n: int) -> Message:
         source = (direction, stage)
-        if source not in self._fixed:
-            return self._in_flight.inbox(direction, stage).pop(n)
+        if source not in self._messages.fixed:
+            return self.in_flight.inbox(direction, stage).pop(n)
         self._part.read.append(source)
         # What the message holds may be in flight for several ticks, and a later one overwrites it.
-        return self._fixed[source][self._recording.phase].cloned(n)
+        return self._messages.fixed[source][self._recording.phase].cloned(n)
 
     def deliver(self, direction: Direction, stage: int, message: Message) -> None:
         if stage in self.own:
             self._put(direction, stage, message)
         else:
-            self._part.sent.append((direction, self._transport.pack(direction, message)))
+            self._part.sent.append((direction, self._messages.pack(direction, message)))
 
     def exchange(self, t: int, group: int) -> None:
         if self.is_spread:
@@ -90,18 +93,6 @@ class RecordedTransport(Transport):
 
     def norms(self, stages: Sequence[Stage]) -> list[Tensor]:
         return list(self._norms) if self.is_spread else [stage.norm for stage in stages]
-
-    def enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> Message | None:
-        raise NotImplementedError("the pipeline's own transport notes what enters")
-
-    def begin_rotation(self) -> None:
-        raise NotImplementedError("messages arrive at the pipeline's own transport")
-
-    def end_rotation(self) -> None:
-        raise NotImplementedError("messages arrive at the pipeline's own transport")
-
-    def contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
-        return {}
 
     def begin_tick(self) -> None:
         pass

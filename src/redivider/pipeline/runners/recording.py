@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redivider.pipeline.runners.control import Control
 from redivider.pipeline.runners.cuda_graphs import Graphs, Replay
 from redivider.pipeline.runners.tick_context import Kind, TickContext
 from redivider.pipeline.schedule import Schedule
@@ -32,7 +33,7 @@ class Recording(TickContext):
         schedule: Schedule of the pipeline.
         own: Stages of this process.
         num_phases: Number of recorded ticks; each has a flag of its own.
-        microbatch: One number on the device: the micro-batch whose loss the tick computes.
+        control: Numbers on the device that a tick reads.
     """
 
     def __init__(
@@ -41,23 +42,31 @@ class Recording(TickContext):
         schedule: Schedule,
         own: range,
         num_phases: int,
-        microbatch: Tensor,
+        control: Control,
     ) -> None:
         self._graphs, self._schedule, self._own = graphs, schedule, own
         self._is_forked = False
         self._held: list[Message] = []
-        self._microbatch = microbatch
-        device = microbatch.device
-        self._faults = [torch.zeros((), device=device) for _ in range(num_phases)]
-        self.first_bad = torch.full_like(microbatch, NONE)
+        self._control = control
+        self._faults = [torch.zeros((), device=control.device) for _ in range(num_phases)]
+        self.first_bad = torch.full_like(control.microbatch, NONE)
         """First micro-batch whose loss was NaN or infinite; `NONE` if there is none."""
         self.phase = 0
+        self._has_begun = False
+
+    def begin_phase(self, phase: int) -> None:
+        """Begin to record a tick."""
+        self.phase, self._has_begun = phase, False
 
     def lane(self, kind: Kind, stage: int) -> AbstractContextManager[Any]:
         schedule, wait = self._schedule, self._graphs.wait
+        if not self._has_begun:
+            self._has_begun = True
+            self._graphs.fork()  # a part begins here
+            self._control.advance()
         if not self._is_forked:
-            self._graphs.fork()
             self._is_forked = True
+            self._graphs.fork()
         forward, backward = self._lane("F", stage), self._lane("B", stage)
         if kind == "U":
             wait(backward, forward)
@@ -96,7 +105,7 @@ class Recording(TickContext):
     def guard(self, loss: Tensor, microbatch: int) -> None:
         loss = loss.detach()
         bad = (loss - loss).ne(0)  # inf - inf is NaN, too; fewer kernels than isfinite
-        candidate = torch.where(bad, self._microbatch, NONE)
+        candidate = torch.where(bad, self._control.microbatch, NONE)
         torch.minimum(self.first_bad, candidate, out=self.first_bad)
         # The flag of the phase before the first one is that of the last: a cycle hands it on.
         before, current = self._faults[self.phase - 1], self._faults[self.phase]

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from redivider.pipeline.runners.in_flight import Inboxes
+from redivider.tree import tensors_of
 
 if TYPE_CHECKING:
     from redivider.pipeline.pipeline import Pipeline
@@ -29,7 +29,7 @@ class TickState:
     def of(cls, pipe: "Pipeline") -> "TickState":
         """Return a pipeline's current state: its own tensors, in new dictionaries."""
         params = [param for stage in pipe.stages for param in stage.module.parameters()]
-        sources, flight = pipe._transport.sources, pipe.in_flight
+        sources, flight = pipe.transport.sources, pipe.in_flight
         up = [{} if ("up", j) in sources else dict(box) for j, box in enumerate(flight.up)]
         down = [{} if ("down", j) in sources else dict(box) for j, box in enumerate(flight.down)]
         norms = [stage.norm for stage in pipe.stages]
@@ -49,7 +49,7 @@ class TickState:
 
     def restore_to(self, pipe: "Pipeline") -> None:
         """Make a pipeline resume from this state."""
-        sources, flight = pipe._transport.sources, pipe.in_flight
+        sources, flight = pipe.transport.sources, pipe.in_flight
         for direction, boxes in (("up", self.up), ("down", self.down)):
             inboxes = flight.up if direction == "up" else flight.down
             for j, box in enumerate(boxes):
@@ -94,5 +94,4 @@ class TickState:
             for inbox in (*self.up, *self.down)
             for _, message in sorted(inbox.items())
         ]
-        leaves = tree_leaves((trees, list(self.grads.values()), self.norms))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return tensors_of((trees, list(self.grads.values()), self.norms))

@@ -66,7 +66,7 @@ class Transfer:
             )
         for work in self.works:
             self._team.wait(work, self.rank)
-        self.works = []
+        self.works.clear()  # also for the other transfers of a batch, which share the list
 
 
 class Post:

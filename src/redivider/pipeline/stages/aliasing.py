@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from redivider.tree import map_tensors
 
 
 def unaliased(value: Any, tensors: Iterable[Tensor]) -> Any:
@@ -18,7 +19,7 @@ def unaliased(value: Any, tensors: Iterable[Tensor]) -> Any:
     def clone_alias(tensor: Tensor) -> Tensor:
         return tensor.clone() if _storage(tensor) in storages else tensor
 
-    return tree_map_only(Tensor, clone_alias, value)
+    return map_tensors(clone_alias, value)
 
 
 def _storage(tensor: Tensor) -> int | None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from redivider._torch_private import TorchDispatchMode
+from redivider.tree import tensors_of
 
 
 class Casts:
@@ -100,7 +100,7 @@ class _CastWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self._dtype
         if func is not torch.ops.aten.detach.default:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            tensors = tensors_of((args, kwargs))
             if is_cast:
                 self._cast += map(_storage, tensors)
             else:

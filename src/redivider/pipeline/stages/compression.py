@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from redivider.tree import map_tensors
 
 MAX_INT8 = 127  # symmetric: -128, which has no opposite, is left out
 
@@ -51,9 +52,7 @@ class Packing:
         """Return a tree of tensors as it arrives at the other side."""
         if self.dtype is None:
             return tree
-        return tree_map_only(
-            Tensor, lambda tensor: self.unpack(self.pack(tensor), tensor.dtype), tree
-        )
+        return map_tensors(lambda tensor: self.unpack(self.pack(tensor), tensor.dtype), tree)
 
     def _shortens(self, tensor: Tensor) -> bool:
         if self.dtype is None or not tensor.is_floating_point():

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from redivider.tree import map_tensors
 
 
 def dense(tree: Any) -> Any:
     """Return the tree with tensors without gaps; the order of their dimensions in memory stays."""
     if isinstance(tree, Tensor):
         return _dense(tree)
-    if type(tree) is tuple and all(isinstance(leaf, Tensor) for leaf in tree):
-        return tuple(map(_dense, tree))  # two streams: the common case, without a tree walk
-    return tree_map_only(Tensor, _dense, tree)
+    return map_tensors(_dense, tree)
 
 
 def is_dense(tensor: Tensor) -> bool:

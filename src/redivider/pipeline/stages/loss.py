@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from redivider.arithmetic import Arithmetic
 from redivider.errors import UnitError
@@ -16,7 +15,7 @@ from redivider.pipeline.stages.module_state import load_state, state_of
 from redivider.pipeline.stages.stage import Stage
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.random import Seeded
-from redivider.tree import tensors_of
+from redivider.tree import map_tensors, tensors_of
 
 
 class Loss:
@@ -73,7 +72,7 @@ class Loss:
         accumulate(parameters, own, others=grads[:num_values])
         below = flow if flow.dtype is not None else Flow(None)
         down = Message(n, below, message.autocast, message.side, grads=grads[:num_values])
-        aux = tree_map_only(Tensor, Tensor.detach, aux)
+        aux = map_tensors(Tensor.detach, aux)
         return down, loss.detach(), unaliased(aux, (*parameters, *self.module.buffers()))
 
     def trace(self, message: Message, arithmetic: Arithmetic) -> list[Tensor | None]:

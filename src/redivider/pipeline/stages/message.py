@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.layout import dense
 from redivider.replay.autocast import Autocast
+from redivider.tree import map_tensors
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Message:
 
     def mapped(self, function: Callable[[Tensor], Tensor], microbatch: int) -> "Message":
         """Return a message of the same form, for another micro-batch."""
-        value, side, target, grads = tree_map_only(Tensor, function, self.contents)
+        value, side, target, grads = map_tensors(function, self.contents)
         flow = Flow(value, self.flow.dtype)
         return Message(microbatch, flow, self.autocast, side, target, grads)
 

@@ -30,12 +30,12 @@ class Ring:
 
     def __init__(self, values: Sequence[Any], first: int, slots: Tensor) -> None:
         leaves, self._spec = tree_flatten(values[0])
-        self._size = len(values) + 1  # a tick may put one input before it takes another
+        self.size = len(values) + 1  # a tick may put one input before it takes another
         self._fill_slot, self._read_slot = slots[:1], slots[1:]
         # Of a dense tensor `empty_like` keeps the strides, so channels_last stays channels_last.
         self._like = [torch.empty_like(leaf, device="meta") for leaf in leaves]
         self._memory = [
-            torch.zeros((self._size, leaf.numel()), dtype=leaf.dtype, device=leaf.device)
+            torch.zeros((self.size, leaf.numel()), dtype=leaf.dtype, device=leaf.device)
             for leaf in leaves
         ]
         self.fill(values, first)
@@ -48,7 +48,7 @@ class Ring:
 
     def slot(self, microbatch: int) -> int:
         """Return the slot of a micro-batch's input."""
-        return microbatch % self._size
+        return microbatch % self.size
 
     def get(self, microbatch: int) -> Any:
         """Return a copy of a micro-batch's input, outside of a captured tick."""

@@ -22,7 +22,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
 
 from redivider.arithmetic import Arithmetic
 from redivider.backward.strategy import Keep
@@ -40,7 +39,7 @@ from redivider.replay import Call, GraphRun, Record
 from redivider.replay.buffers import changes_buffers
 from redivider.replay.copies import buffers_to_spend
 from redivider.replay.random import Seeded
-from redivider.tree import tensors_of
+from redivider.tree import map_tensors, tensors_of
 
 Grads: TypeAlias = Sequence[Tensor | None]
 LaterGrads: TypeAlias = Callable[[], list[Tensor | None]]
@@ -182,7 +181,7 @@ class Unit(ABC):
         if self.keep == "graph":
             needs = self._needs(tensors, argument)
             kept.run, _ = call.only_run(tensors, needs, record=kept.record)
-            output = _detached(kept.run.output)
+            output = map_tensors(Tensor.detach, kept.run.output)
         else:
             output, _ = call.first_run(
                 tensors,
@@ -268,7 +267,7 @@ class Unit(ABC):
                 )
             return input_grads, self._own(others())
 
-        return self._result(flow, argument, _detached(kept.run.output)), pull_back
+        return self._result(flow, argument, map_tensors(Tensor.detach, kept.run.output)), pull_back
 
     def revive(self, like: Kept, microbatch: int, device: torch.device, value: Any) -> Kept:
         """Return the state of another micro-batch than `like`, with another value."""
@@ -371,7 +370,3 @@ class Unit(ABC):
         if self.weights.stash is None:
             return nullcontext()
         return Call.split(self._inner, (), {})[0].holding(run.leaves)
-
-
-def _detached(tree: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.detach, tree)
