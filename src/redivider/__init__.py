@@ -26,6 +26,7 @@ if _TYPE_CHECKING:
     from redivider.models.catalogue import create_model as create_model
     from redivider.models.catalogue import list_models as list_models
     from redivider.models.cross_entropy import ChunkedCrossEntropy as ChunkedCrossEntropy
+    from redivider.optim.muon import Muon as Muon
     from redivider.pipeline.distributed import DistributedPipeline as DistributedPipeline
     from redivider.pipeline.partition import balance as balance
     from redivider.pipeline.pipeline import Pipeline as Pipeline
@@ -44,6 +45,7 @@ _HOMES = {
     "Fixed": "arithmetic",
     "Float": "arithmetic",
     "Fuse": "junction",
+    "Muon": "optim.muon",
     "Pipeline": "pipeline.pipeline",
     "PipelineError": "errors",
     "Split": "junction",

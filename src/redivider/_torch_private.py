@@ -47,12 +47,8 @@ def original_module(module: nn.Module) -> nn.Module | None:
 
 def has_call_hooks(module: nn.Module) -> bool:
     """Return whether a call of the module runs hooks, forward or backward."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
+    has_backward_hooks = bool(module._backward_hooks or module._backward_pre_hooks)
+    return has_forward_hooks(module) or has_backward_hooks
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

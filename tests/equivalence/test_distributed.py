@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.processes import ordered
-from support.processes.cases import batch, equal, finish, model, options, run, sgd
+from support.processes.cases import batch, equal, finish, model, muon, options, run, sgd
 from support.processes.equalities import (
     compare,
     compare_evaluations,
@@ -20,6 +20,7 @@ from support.processes.launch import launch, launch_alone
 from support.reference import METHODS
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import redivider as rd
 from redivider.initial import materialise
@@ -50,6 +51,7 @@ def test_three_processes(backend, tmp_path):
         {},
         {"stages": [4, 1, 4], "accumulate": 3, "clip_norm": 0.5},
         {"stages": 9, "latency": 2, "method": "delayed"},
+        {"optimizer": muon, "latency": 0.5, "clip_norm": 0.5, "clip_over": "all"},
     ]
     compare(settings, 3, backend, tmp_path)
 
@@ -252,3 +254,19 @@ def test_what_is_elsewhere_is_said(tmp_path):
 def test_without_other_processes_it_says_how_to_start_them():
     with pytest.raises(rd.PipelineError, match="torchrun"):
         rd.DistributedPipeline(model(), **options())
+
+
+def shard(rank):
+    """Return what Muon says of a model whose weights FSDP has sharded."""
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    try:
+        rd.Muon(sharded, lr=0.02)  # type: ignore[arg-type]
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_muon_refuses_weights_that_are_sharded(tmp_path):
+    for text in launch(shard, tmp_path):
+        assert text.startswith("Muon orthogonalises whole matrices, and these are sharded")

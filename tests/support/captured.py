@@ -14,8 +14,16 @@ OPTIMIZERS = {
     "sgd": lambda stage: torch.optim.SGD(
         stage.parameters(), lr=rate_of(0.05), momentum=0.9, fused=True
     ),
+    "muon": lambda stage: fused_muon(stage, rate_of(0.02)),
     "adamw": lambda stage: torch.optim.AdamW(stage.parameters(), lr=rate_of(0.01), fused=True),
 }
+
+
+def fused_muon(stage, lr):
+    """Return Muon as a pipeline makes it on a GPU."""
+    optimizer = rd.Muon(stage, lr, weight_decay=0.1)
+    optimizer.param_groups[1]["fused"] = True
+    return optimizer
 
 
 def rate_of(number):

@@ -52,6 +52,11 @@ OPTIMIZERS = {
     "adamw small": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-30, weight_decay=0.1),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-30, betas=(0.9, 0.9), amsgrad=True),
     "groups": lambda p: grouped(list(p)),
+    # A list of parameters has no convolutions and embeddings: its matrices are those of the stage.
+    "muon": lambda p: rd.Muon(nn.ParameterList(p), 0.02, weight_decay=0.1),
+    "muon, sgd": lambda p: rd.Muon(
+        nn.ParameterList(p), 0.02, momentum=0.6, scale="spectral", rest="sgd", rest_lr=0.05
+    ),
     "rate as a tensor": lambda p: torch.optim.AdamW(
         p, lr=torch.tensor(0.01, dtype=torch.float64), eps=1e-30, capturable=False, foreach=False
     ),

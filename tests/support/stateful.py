@@ -10,6 +10,7 @@ from support.networks import MLP, Attention, Buffered
 OPTIMIZERS = {
     "sgd": lambda stage: torch.optim.SGD(stage.parameters(), lr=0.02, momentum=0.9),
     "adamw": lambda stage: torch.optim.AdamW(stage.parameters(), lr=0.01),
+    "muon": lambda stage: rd.Muon(stage, 0.01, weight_decay=0.1),
 }
 
 

@@ -17,7 +17,7 @@ from redivider.chain import Chain
 from redivider.errors import CaptureError
 
 # The state of these begins at zero, so that it can be restored although it was created in a trial.
-BEGIN_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "Adadelta", "RMSprop", "RAdam")
+BEGIN_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "Adadelta", "RMSprop", "RAdam", "Muon")
 
 
 class Rollback:

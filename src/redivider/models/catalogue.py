@@ -75,6 +75,8 @@ def create_model(
     device = torch.get_default_device() if device is None else torch.device(device)
     with torch.device("meta"), _float32_by_default() as default_dtype:
         units = family.units(resolved)
+        for name in ("stem", "head"):
+            units[name].orthogonalise = False  # type: ignore[assignment]  # by rd.Muon
         chain = Chain(units, backward=backward, arithmetic=arithmetic)
     if device.type != "meta":
         materialise(units, seed=seed, device=device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from redivider.checks.memory import measure_memory
 from redivider.errors import CaptureError
@@ -103,9 +103,11 @@ class BackpropEngine(Engine):
 
     def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
         super().__init__(recipe, task, schedule)
-        self._parameters = [*task.body.parameters(), *task.loss.parameters()]
+        module = nn.ModuleList([task.body, task.loss])
+        self._parameters = list(module.parameters())
         fused = self.device.type == "cuda" or None
-        self._optimizer = make_optimizer(recipe, self._parameters, fused=fused)
+        self._optimizer = make_optimizer(recipe, module, fused=fused)
+        self._rates = [group["lr"] for group in self._optimizer.param_groups]
         self._pending: list[Tensor] = []
         self._num_updates = 0
         self._run: Any = None
@@ -116,8 +118,8 @@ class BackpropEngine(Engine):
         self._pending += [x, y]
         if len(self._pending) < 2 * self.recipe.accumulate:
             return []
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.recipe.lr * self.schedule(self._num_updates)
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * self.schedule(self._num_updates)
         inputs, self._pending = tuple(self._pending), []
         if self._run is None:
             self._run = self._capture(inputs)
@@ -209,7 +211,7 @@ class PipelineEngine(Engine):
             loss=task.loss,
             method=recipe.method,
             accumulate=recipe.accumulate,
-            optimizer=lambda stage: make_optimizer(recipe, stage.parameters()),
+            optimizer=lambda stage: make_optimizer(recipe, stage),
             lr_lambda=schedule,
             lr_by_delay=recipe.lr_by_delay,
             latency=recipe.latency,

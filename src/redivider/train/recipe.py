@@ -69,14 +69,20 @@ class Recipe:
     """Micro-batches per update; their gradients are averaged."""
     epochs: float = 1.0
     """Passes over the training data."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """SGD with Nesterov momentum, or AdamW."""
+    optimizer: Literal["sgd", "adamw", "muon"] = "sgd"
+    """SGD with Nesterov momentum, AdamW, or Muon, which bears late gradients best."""
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
-    """Momentum of SGD."""
+    """Momentum of SGD and Muon."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Betas of AdamW."""
+    muon_scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw"
+    """Length of Muon's steps: with rates of AdamW, or for convolutions."""
+    muon_rest: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer of what Muon does not orthogonalise: stem, head, norms and biases."""
+    muon_rest_lr: float | None = None
+    """Peak learning rate of that rest; lr by default."""
     weight_decay: float = 0.0
     """Weight decay; norms and biases have none."""
     warmup: float = 0.0
@@ -164,7 +170,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "timeout": (0, 10**6, True),
     "epochs": (0, 10**6, True),
     "evaluate_every": (1e-6, 10**6, False),
-    "lr": (0, 10**6, True),
+    **dict.fromkeys(("lr", "muon_rest_lr"), (0, 10**6, True)),
     "clip_norm": (0, 10**9, True),
     **dict.fromkeys(("warmup", "weight_decay", "save_minutes", "milestones"), (0, 10**9, False)),
     "probe_every": (0, 10**9, False),

@@ -48,6 +48,7 @@ def find_warnings(
     if num_late > 1 and recipe.optimizer == "adamw":
         warnings.append(
             f"the first stage's gradients are {num_late:.3g} updates late, and AdamW learns badly "
-            "from more than one: set --stages lower, or --microbatch lower and --accumulate higher"
+            "from more than one: take --optimizer muon, or set --stages lower, or --microbatch "
+            "lower and --accumulate higher"
         )
     return warnings

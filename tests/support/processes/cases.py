@@ -46,6 +46,10 @@ def sgd(stage: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(stage.parameters(), lr=0.05, momentum=0.9)
 
 
+def muon(stage: nn.Module) -> torch.optim.Optimizer:
+    return rd.Muon(stage, 0.02, weight_decay=0.1)
+
+
 def options(**changes):
     return {
         "loss": F.cross_entropy,

@@ -41,10 +41,27 @@ def test_norms_and_biases_do_not_decay():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
     model[2].bias.requires_grad_(False)
     for kind in ("sgd", "adamw"):
-        optimizer = make_optimizer(recipe(optimizer=kind, weight_decay=0.3), model.parameters())
+        optimizer = make_optimizer(recipe(optimizer=kind, weight_decay=0.3), model)
         decayed, others = optimizer.param_groups
         assert decayed["params"] == [model[0].weight, model[2].weight]
         assert others["params"] == [model[0].bias, model[1].weight, model[1].bias]
         assert (decayed["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
         assert isinstance(optimizer, torch.optim.SGD if kind == "sgd" else torch.optim.AdamW)
-    assert len(make_optimizer(recipe(), [next(model.parameters())]).param_groups) == 1
+    assert len(make_optimizer(recipe(), nn.LayerNorm(3)).param_groups) == 1
+
+
+def test_groups_of_muon():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Embedding(4, 2), nn.Linear(2, 2)
+    )
+    model[3].bias.requires_grad_(False)
+    changes = {"muon_scale": "spectral", "muon_rest_lr": 0.5, "betas": (0.8, 0.9), "momentum": 0.6}
+    made = make_optimizer(recipe(optimizer="muon", lr=0.02, weight_decay=0.3, **changes), model)
+    matrices, tables, vectors = made.param_groups
+    assert matrices["params"] == [model[0].weight, model[3].weight]
+    assert tables["params"] == [model[2].weight]
+    assert vectors["params"] == [model[0].bias, model[1].weight, model[1].bias]
+    assert [group["weight_decay"] for group in made.param_groups] == [0.3, 0.3, 0.0]
+    assert [group["lr"] for group in made.param_groups] == [0.02, 0.5, 0.5]
+    assert (matrices["scale"], matrices["momentum"]) == ("spectral", 0.6)
+    assert tables["betas"] == vectors["betas"] == (0.8, 0.9)
