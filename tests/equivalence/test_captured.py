@@ -96,6 +96,8 @@ def test_methods_and_optimizers(method, optimizer):
         (5, 3, {"clip_norm": 0.1, "clip_over": "all"}),
         (3, 1, {"lookahead": "momentum"}),
         (5, 3, {"lookahead": "momentum"}),
+        (5, 2, {"lookahead": "displacement", "optimizer": "muon"}),
+        (3, 3, {"lookahead": "displacement", "latency": 0.5}),
         (5, 2, {"lookahead": "momentum", "optimizer": "adamw", "method": "dsp", "clip_norm": 0.1}),
         (3, 3, {"lr_by_delay": True}),
     ],

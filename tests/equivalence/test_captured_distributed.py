@@ -31,6 +31,7 @@ def test_three_processes(backend, tmp_path):
         {"latency": [0.5, 2, 1], "accumulate": 2, "stages": 4, "share_loss": True},
         {"latency": 1.5, "stages": 5, "accumulate": 3, "lookahead": "momentum"},
         {"clip_norm": 0.05, "clip_over": "all", "stages": 4},
+        {"lookahead": "displacement", "accumulate": 2},
     ]
     compare_captured(settings, 3, backend, tmp_path)
 

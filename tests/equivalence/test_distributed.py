@@ -52,6 +52,7 @@ def test_three_processes(backend, tmp_path):
         {"stages": [4, 1, 4], "accumulate": 3, "clip_norm": 0.5},
         {"stages": 9, "latency": 2, "method": "delayed"},
         {"optimizer": muon, "latency": 0.5, "clip_norm": 0.5, "clip_over": "all"},
+        {"optimizer": muon, "lookahead": True},
     ]
     compare(settings, 3, backend, tmp_path)
 

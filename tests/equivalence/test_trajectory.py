@@ -100,7 +100,7 @@ def cuts(draw):
     method=st.sampled_from([*METHODS]),
     accumulate=st.integers(1, 4),
     latency=st.integers(1, 3),
-    lookahead=st.sampled_from([None, "momentum"]),
+    lookahead=st.sampled_from([None, "momentum", "displacement"]),
     lr_by_delay=st.booleans(),
 )
 @example([1] * 12, "petra", 1, 1, None, False)
@@ -125,8 +125,9 @@ def test_optimizers(method, optimizer):
         *(pytest.param(method, 3, 2, 1, marks=SLOW) for method in METHODS if method != "petra"),
     ],
 )
-def test_lookahead(method, stages, accumulate, latency):
-    distances = follow(CUTS[stages], method, accumulate, latency, lookahead="momentum")
+@pytest.mark.parametrize("lookahead", ["momentum", "displacement"])
+def test_lookahead(method, stages, accumulate, latency, lookahead):
+    distances = follow(CUTS[stages], method, accumulate, latency, lookahead=lookahead)
     assert max(distances) <= BOUND
 
 
@@ -139,8 +140,15 @@ def test_lookahead_of_optimizers(optimizer):
     assert max(follow(CUTS[3], "petra", 1, 1, optimizer, lookahead="momentum")) <= 1e-9
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamw", "sgd plain"])
+@pytest.mark.parametrize("accumulate, latency", [(1, 0.5), (2, 1)])
+def test_lookahead_by_displacement_knows_every_optimizer(optimizer, accumulate, latency):
+    cut, options = CUTS[5], {"lookahead": "displacement"}
+    assert max(follow(cut, "petra", accumulate, latency, optimizer, **options)) <= 100 * BOUND
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("lookahead", [None, "momentum"])
+@pytest.mark.parametrize("lookahead", [None, "momentum", "displacement"])
 @pytest.mark.parametrize("stages, accumulate, latency", [(1, 2, 1), (3, 3, 2)])
 def test_rates_by_delay(stages, accumulate, latency, lookahead):
     options = {"lookahead": lookahead, "lr_by_delay": True}
@@ -254,10 +262,11 @@ def test_weights_in_a_stash_do_not_move(method):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_lookahead_takes_one_more_copy_of_the_weights(accumulate):
+@pytest.mark.parametrize("kind, num_copies", [("momentum", 1), ("displacement", 2)])
+def test_copies_of_the_weights_that_lookahead_takes(kind, num_copies, accumulate):
     model = network()
     held = []
-    for lookahead in (None, "momentum"):
+    for lookahead in (None, kind):
         with Live() as live:
             pipe = build(rd.Pipeline, model, CUTS[3], "petra", accumulate, 1, lookahead=lookahead)
             for x, target in batches(12):
@@ -265,13 +274,13 @@ def test_lookahead_takes_one_more_copy_of_the_weights(accumulate):
             held.append(live.bytes)
         del pipe
     but_the_last = sum(p.nbytes for unit in list(model)[: -CUTS[3][-1]] for p in unit.parameters())
-    assert held[1] - held[0] == but_the_last
+    assert held[1] - held[0] == num_copies * but_the_last
 
 
 @pytest.mark.slow
 def test_lookahead_changes_the_path():
     ends = []
-    for lookahead in (None, "momentum"):
+    for lookahead in (None, True):
         model = network()
         pipe = build(rd.Pipeline, model, CUTS[5], "petra", 1, 1, lookahead=lookahead)
         for x, target in batches(TICKS):
@@ -290,7 +299,7 @@ def test_what_cannot_be_predicted_is_refused():
         make(lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="knows SGD, Adam, AdamW, not RMSprop"):
         make(lambda stage: torch.optim.RMSprop(stage.parameters()))
-    with pytest.raises(ValueError, match=r"lookahead must be None or \"momentum\", got 'mom'"):
+    with pytest.raises(ValueError, match=r"lookahead must be True, False, .*, got 'mom'"):
         make(lambda stage: torch.optim.Adam(stage.parameters()), "mom")
 
 

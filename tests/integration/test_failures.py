@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.processes.cases import equal, finish, model, options, run
 from support.processes.failures import (
     CASES,
@@ -23,6 +24,7 @@ from torch.distributed import TCPStore
 import redivider as rd
 from redivider.pipeline.checkpoint.files import StateError
 from redivider.pipeline.runners.heartbeat import BEAT, FAILURE
+from redivider.pipeline.runners.topology import Team
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +84,24 @@ def test_all_ranks_continue_after_an_error_that_all_of_them_raise(tmp_path):
     weights, others = launch(save_in_vain, tmp_path, tmp_path / "notes")
     assert equal(weights, others)
     assert not list((tmp_path / "notes").iterdir())
+
+
+def raise_alike(rank):
+    """Raise what the other rank raises; the second one has heard of it before."""
+    team = Team(None, torch.device("cpu"), 60.0)
+    try:
+        with team.guarding():
+            while rank == 1 and team.watch.heard is None:
+                time.sleep(0.01)
+            raise ValueError("all have this")
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        team.watch.close()
+
+
+def test_an_error_of_all_is_raised_as_it_is_whoever_reports_it_first(tmp_path):
+    assert launch(raise_alike, tmp_path) == [("ValueError", "all have this")] * 2
 
 
 def test_stages_that_do_not_fit(tmp_path):

@@ -59,6 +59,7 @@ class Reference:
         }
         self.lr_lambda = lr_lambda or (lambda update: 1.0)
         self.lookahead = lookahead
+        self.before: list[dict[tuple[int, str], Any]] = [{} for _ in cut]  # before the last update
         self.reset()
         self.sums: list[defaultdict[tuple[int, str], Any]] = [defaultdict(float) for _ in cut]
         self.counts, self.updates = [0] * self.J, [0] * self.J
@@ -115,13 +116,23 @@ class Reference:
     def look_ahead(self, j, n):
         """Return the stage's weights after the updates that come before the backward of n.
 
-        A copy of the optimizer makes them, with gradients of zero and no weight decay.
+        By "momentum" a copy of the optimizer makes them, with gradients of zero and no weight
+        decay; else the last displacement does, so many times.
         """
         units = {u: self.units[u] for u in self.stages[j]}
         optimizer: Any = self.optimizers.get(j)
-        units, optimizer = copy.deepcopy((units, optimizer))
         earlier = sum((m, j - 1) not in self.back for m in range(n))  # they come back before it
-        for i in range((self.counts[j] + earlier) // self.k if optimizer else 0):
+        num = (self.counts[j] + earlier) // self.k if optimizer else 0
+        if self.lookahead == "displacement":
+            return {
+                u: {
+                    n: (p + num * (p - self.before[j].get((u, n), p))).detach()
+                    for n, p in inner(unit).named_parameters()
+                }
+                for u, unit in units.items()
+            }
+        units, optimizer = copy.deepcopy((units, optimizer))
+        for i in range(num):
             for group, rate in zip(optimizer.param_groups, self.rates[j], strict=True):
                 group["lr"] = rate * self.lr_lambda(self.updates[j] + i)
                 group["weight_decay"] = 0.0
@@ -160,6 +171,11 @@ class Reference:
     def update(self, j):
         for (u, name), total in self.sums[j].items():
             inner(self.units[u]).get_parameter(name).grad = total / self.counts[j]
+        self.before[j] = {
+            (u, name): param.detach().clone()
+            for u in self.stages[j]
+            for name, param in inner(self.units[u]).named_parameters()
+        }
         if j in self.optimizers:
             factor = self.lr_lambda(self.updates[j])
             for group, rate in zip(self.optimizers[j].param_groups, self.rates[j], strict=True):

@@ -38,8 +38,10 @@ def verify_arguments(
         raise ValueError(f"clip_norm must be None or a number above 0, got {clip_norm!r}")
     if clip_over not in ("stage", "all"):
         raise ValueError(f'clip_over must be "stage" or "all", got {clip_over!r}')
-    if lookahead not in LOOKAHEADS:
-        raise ValueError(f'lookahead must be None or "momentum", got {lookahead!r}')
+    if not isinstance(lookahead, bool) and lookahead not in LOOKAHEADS:
+        raise ValueError(
+            f'lookahead must be True, False, "displacement" or "momentum", got {lookahead!r}'
+        )
     if not callable(loss):
         raise TypeError(f"loss must be a function or module of (output, target), got {loss!r}")
     if lr_lambda is not None and not callable(lr_lambda):
@@ -59,13 +61,13 @@ def _is_half_ticks(latency: float) -> bool:
     return 0 < latency < inf and (2 * latency).is_integer()
 
 
-def verify_optimizer(optimizer: Any, stage: Stage, *, lookahead: bool) -> None:
+def verify_optimizer(optimizer: Any, stage: Stage, *, lookahead: str | None) -> None:
     """Refuse an optimizer that cannot train its stage.
 
     Args:
         optimizer: Result of the caller's function.
         stage: The stage that the function was called for.
-        lookahead: Whether the optimizer's steps must be predictable.
+        lookahead: How weights are predicted, if they are.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -84,5 +86,5 @@ def verify_optimizer(optimizer: Any, stage: Stage, *, lookahead: bool) -> None:
             f"the optimizer made for stage {stage.index} has {len(others)} parameters that are not "
             f"of that stage; make it of the stage that is passed in: {EXAMPLE}"
         )
-    if lookahead:
+    if lookahead == "momentum":
         verify_lookahead(optimizer)

@@ -33,6 +33,7 @@ from redivider.pipeline.runners.tick_context import EagerTick, TickContext
 from redivider.pipeline.runners.transport import InProcess, TickTransport, Transport
 from redivider.pipeline.schedule import Action, Schedule, resolve_latency
 from redivider.pipeline.stages.compression import Packing
+from redivider.pipeline.stages.lookahead import Ahead, ByDisplacement, ByMomentum
 from redivider.pipeline.stages.loss import Loss
 from redivider.pipeline.stages.placement import (
     group_units,
@@ -41,7 +42,7 @@ from redivider.pipeline.stages.placement import (
     verify_hooks,
     verify_unshared,
 )
-from redivider.pipeline.stages.stage import Ahead, Clip, Stage
+from redivider.pipeline.stages.stage import Clip, Stage
 from redivider.pipeline.tick import Tick
 from redivider.replay.autocast import without_autocast
 
@@ -75,14 +76,16 @@ class Pipeline:
         accumulate: Backward passes per update; their gradients are averaged.
         lr_lambda: Factor of the learning rate, as a function of the number of a stage's updates.
             Without it the optimizers' own rates count, and the caller may set them at any time
-            (except with `lookahead`, which must know future rates: then they stay constant).
+            (except with `lookahead="momentum"`, which must know future rates: then they stay
+            constant).
         lr_by_delay: Divide a stage's learning rate by 1 + the updates that its gradients are late.
         latency: Ticks that a message travels between neighbouring stages: a multiple of 0.5, or a
             list with one for every pair of neighbours. At 0.5 gradients are half as late as at 1,
             and a slow transfer or stage is not hidden.
-        lookahead: "momentum" to run the forward by the weights that momentum predicts for the time
-            of the backward (SGD with momentum, Adam, AdamW). Needs a copy of the weights of every
-            stage but the last.
+        lookahead: True, or "displacement", to run the forward by the weights that the last update
+            predicts for the time of the backward, with any optimizer; "momentum" for those that the
+            momentum of SGD, Adam or AdamW predicts. Needs two copies of the weights, or one, of
+            every stage but the last.
         arithmetic: "float" or "fixed", as for a chain.
         message_dtype: Dtype of messages between stages: None to leave it, torch.bfloat16, or
             torch.int8 with a scale for every sample.
@@ -112,7 +115,7 @@ class Pipeline:
         lr_lambda: Callable[[int], float] | None = None,
         lr_by_delay: bool = False,
         latency: float | Sequence[float] = 1,
-        lookahead: Literal["momentum"] | None = None,
+        lookahead: Literal["momentum", "displacement"] | bool | None = None,
         arithmetic: str | Arithmetic = "float",
         message_dtype: torch.dtype | None = None,
         clip_norm: float | None = None,
@@ -142,9 +145,9 @@ class Pipeline:
         self.balance = balance_of(self._loads)
         self.latency = resolve_latency(latency, len(self.cut))
         self.schedule = Schedule(len(self.cut), self.latency)
-        self.lookahead = lookahead
+        self.lookahead = "displacement" if lookahead is True else lookahead or None
         self._factor, self._lr_by_delay = lr_lambda, lr_by_delay
-        if lookahead and lr_lambda is None:
+        if lookahead == "momentum" and lr_lambda is None:
             self._factor = lambda update: 1.0  # the next rates must be known
         self._clip = None if clip_norm is None else Clip(clip_norm, clip_over)
         verify_unshared(units, self.cut, loss)
@@ -164,13 +167,13 @@ class Pipeline:
             stage.module.zero_grad()  # gradients of the caller would count as a backward pass
             if any(param.requires_grad for param in stage.module.parameters()):
                 stage.optimizer = optimizer(stage.module)
-                verify_optimizer(stage.optimizer, stage, lookahead=lookahead is not None)
+                verify_optimizer(stage.optimizer, stage, lookahead=self.lookahead)
                 if lr_by_delay:
                     late = self.schedule.delay(stage.index) / self.accumulate
                     stage.divide_rates(1 + late)
-                if lookahead:
-                    assert self._factor is not None
-                    stage.ahead = Ahead(accumulate, self._factor)
+                if self.lookahead and self.schedule.delay(stage.index):
+                    stage.ahead = self._make_ahead()
+            stage.accumulate = self.accumulate
         self.in_flight = InFlight(self.schedule)
         self._caller_tensors = CallerTensors()
         self.transport = self._make_transport()
@@ -330,6 +333,12 @@ class Pipeline:
     def _take_part(self, units: dict[str, nn.Module], loss: Any) -> tuple[range, int]:
         """Return the stages of this process, which are all, and the seed of its random numbers."""
         return range(len(self.cut)), self.seed
+
+    def _make_ahead(self) -> Ahead:
+        if self.lookahead == "displacement":
+            return ByDisplacement()
+        assert self._factor is not None
+        return ByMomentum(self._factor)
 
     def _stage(self, j: int) -> Stage:
         return self.stages[j - self._own.start]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from redivider.pipeline.stages.fused_optimizer import rate_dtype
-from redivider.pipeline.stages.lookahead import coefficients, steps_done
+from redivider.pipeline.stages.lookahead import ByMomentum, coefficients, steps_done
 from redivider.pipeline.stages.stage import Stage
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Control:
         self._group_rates = list(zip(groups, self._rates, strict=False))
         self._take_rates()
         for stage in pipe.stages:
-            if stage.ahead is not None and stage.optimizer is not None:
+            if isinstance(stage.ahead, ByMomentum) and stage.optimizer is not None:
                 done = steps_done(stage.optimizer)
                 if done is None:
                     raise RuntimeError("parameters of a group have done different numbers of steps")
@@ -69,13 +69,13 @@ class Control:
         rows = iter(self._rates[num_groups:].view(-1, NUM_AHEAD))
         for stage in stages:
             own_rows = [list(next(rows)) for _ in stage.groups]
-            if stage.ahead is not None:
+            if isinstance(stage.ahead, ByMomentum):
                 stage.ahead.coefficients = own_rows
         try:
             yield
         finally:
             for stage in stages:
-                if stage.ahead is not None:
+                if isinstance(stage.ahead, ByMomentum):
                     stage.ahead.coefficients = None
 
     def start(self, microbatch: int, slots: Sequence[int], sizes: Sequence[int]) -> None:
@@ -130,10 +130,10 @@ class Control:
             update = max(0, stage.num_updates - (stage not in due))
             rates += stage.rates(self._pipe._factor(update))
             rows: list[list[float]] = [[] for _ in stage.groups]
-            if num and stage.optimizer is not None:
+            if num and stage.optimizer is not None and isinstance(stage.ahead, ByMomentum):
                 first = stage.num_updates + before
                 done = [extra + first for extra in self._extra_steps[stage]]
-                rows = coefficients(stage.optimizer, stage.factors(first, num), done)
+                rows = coefficients(stage.optimizer, stage.ahead.factors(first, num), done)
             predictions += [(row + [0.0] * NUM_AHEAD)[:NUM_AHEAD] for row in rows]
         return [*rates, *(number for row in predictions for number in row)]
 

@@ -107,10 +107,12 @@ class Team:
             if error is self._known or isinstance(error, Agreed):
                 raise
             cause = self._find_cause()
+            notes = ", ".join(getattr(error, "__notes__", []))
+            text = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
             if cause is None and not isinstance(error, PipelineError):
-                notes = ", ".join(getattr(error, "__notes__", []))
-                text = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
                 self.watch.publish(f"{self.watch.name(self.rank)}: {text}")
+            elif cause is not None and str(cause).endswith(text):
+                cause = None  # all have the same error, and raise it whoever reported it first
             self.watch.fail()
             self._known = cause or error
             if cause is not None:

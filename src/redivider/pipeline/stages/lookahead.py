@@ -1,29 +1,30 @@
-"""Look-ahead: a forward by weights that momentum predicts for the time of the backward.
+"""Look-ahead: a forward by weights that are predicted for the time of the backward.
 
-Between the forward and the backward of a micro-batch a stage updates its weights n times. `predict`
-returns the weights that n updates with zero gradients would lead to. So forward and backward run by
-weights that are nearer to each other.
+Between the forward and the backward of a micro-batch a stage updates its weights n times. So
+forward and backward run by weights that are nearer to each other.
 
     current weights   w0 --update--> w1 --update--> w2 --update--> w3         (n = 3)
     one micro-batch   forward                                      backward
       plain           by w0                                        by w3
       look-ahead      by p, close to w3                            by w3
 
-    SGD    p = w0 - lr (m + m^2 + ... + m^n) v     v: momentum buffer, m: momentum factor
-    Adam   as SGD with v the first moment, every update divided by the root of the second moment
+    displacement   p = w0 + n (w0 - w of the update before), whatever the optimizer is
+    momentum       the weights that n updates with gradients of zero would lead to:
+      SGD          p = w0 - lr (m + m^2 + ... + m^n) v     v: momentum buffer, m: momentum factor
+      Adam         as SGD with v the first moment, over the root of the second moment
 
-Chen et al. 2018 (SpecTrain) keep the velocity constant. Here it fades, which measured better
-(docs/trade-offs.md).
+Chen et al. 2018 (SpecTrain) keep the velocity constant, as the displacement does.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-LOOKAHEADS = (None, "momentum")
+LOOKAHEADS = (None, "momentum", "displacement")
 
 
 def verify_lookahead(optimizer: torch.optim.Optimizer) -> None:
@@ -49,6 +50,85 @@ class Prediction:
     def has_any(self, parameters: Sequence[Tensor]) -> bool:
         """Return whether one of the parameters will move."""
         return any(parameter in self.weights for parameter in parameters)
+
+
+class Ahead(ABC):
+    """Predictor of a stage's weights."""
+
+    @abstractmethod
+    def predict(self, optimizer: torch.optim.Optimizer, first: int, num: int) -> Prediction:
+        """Predict the weights after `num` updates, of which `first` is the index of the first."""
+
+    @abstractmethod
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the weights before an update."""
+
+    @abstractmethod
+    def state_dict(self, names: dict[int, str]) -> dict[str, Tensor]:
+        """Return what the next predictions depend on, by the names of parameters."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
+        """Load a state of `state_dict`."""
+
+
+class ByDisplacement(Ahead):
+    """Prediction by the last displacement of the weights."""
+
+    def __init__(self) -> None:
+        self._before: dict[Tensor, Tensor] = {}  # weights before the last update
+
+    def predict(self, optimizer: torch.optim.Optimizer, first: int, num: int) -> Prediction:
+        moved = [param for param in self._before if param.requires_grad]
+        if not moved:
+            return Prediction(num, {})
+        before = [self._before[param] for param in moved]
+        with torch.no_grad():
+            weights = torch._foreach_lerp(before, moved, 1.0 + num)
+        return Prediction(num, dict(zip(moved, weights, strict=True)))
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            if param not in self._before:
+                self._before[param] = torch.empty_like(param)
+        if params:
+            torch._foreach_copy_([self._before[param] for param in params], params)
+
+    def state_dict(self, names: dict[int, str]) -> dict[str, Tensor]:
+        return {names[id(param)]: before for param, before in self._before.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
+        self._before = {params[name]: t.to(params[name]) for name, t in state.items()}
+
+
+class ByMomentum(Ahead):
+    """Prediction by the momentum of SGD, Adam or AdamW.
+
+    Args:
+        factor: Factor of the learning rate, by the index of an update.
+    """
+
+    def __init__(self, factor: Callable[[int], float]) -> None:
+        self._factor = factor
+        self.coefficients: Sequence[Sequence[Tensor]] | None = None
+        """Coefficients of the parameter groups on the device, in a captured tick."""
+
+    def predict(self, optimizer: torch.optim.Optimizer, first: int, num: int) -> Prediction:
+        return predict(optimizer, self.factors(first, num), self.coefficients)
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def state_dict(self, names: dict[int, str]) -> dict[str, Tensor]:
+        return {}  # all is in the optimizer
+
+    def load_state_dict(self, state: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
+        pass
+
+    def factors(self, first: int, num: int) -> list[float]:
+        """Return the factors of the learning rate for `num` updates from the first one on."""
+        return [self._factor(update) for update in range(first, first + num)]
 
 
 def predict(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from redivider.errors import UnitError, naming
 from redivider.pipeline.stages.casts import refresh
 from redivider.pipeline.stages.fused_optimizer import unfused_where_new
-from redivider.pipeline.stages.lookahead import Prediction, predict
+from redivider.pipeline.stages.lookahead import Ahead, Prediction
 from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.unit import Unit
 
@@ -29,17 +29,6 @@ class Clip:
 
     norm: float
     over: Literal["stage", "all"] = "stage"
-
-
-@dataclass
-class Ahead:
-    """Settings of look-ahead, by which a stage predicts its weights."""
-
-    accumulate: int
-    factor: Callable[[int], float]
-    """Factor of the learning rate, by the index of an update."""
-    coefficients: Sequence[Sequence[Tensor]] | None = None
-    """Coefficients of the parameter groups on the device, in a captured tick (see `predict`)."""
 
 
 class Stage:
@@ -73,7 +62,9 @@ class Stage:
         self.average: Callable[[nn.Module], None] | None = None
         """Function that averages gradients and running statistics over replicas, if any."""
         self.ahead: Ahead | None = None
-        """Settings of look-ahead; None without it."""
+        """Predictor of the weights; None without look-ahead."""
+        self.accumulate = 1
+        """Backward passes per update."""
         self._postponed: list[Callable[[], None]] = []
         self._predicted: tuple[Any, Prediction | None] = (None, None)
 
@@ -193,6 +184,9 @@ class Stage:
             ]
             items = self.optimizer.state.items()
             state["optimizer"] = {names[id(p)]: dict(s) for p, s in items if id(p) in names}
+            ahead = {} if self.ahead is None else self.ahead.state_dict(names)
+            if ahead:
+                state["ahead"] = ahead
             # Some optimizers also keep state that belongs to no parameter.
             state["beside"] = {key: value for key, value in items if not isinstance(key, Tensor)}
         return state
@@ -206,6 +200,8 @@ class Stage:
         if self.optimizer is None:
             return
         by_name = dict(self.module.named_parameters())
+        if self.ahead is not None:
+            self.ahead.load_state_dict(state.get("ahead", {}), by_name)
         self.optimizer.state.clear()
         self.optimizer.state.update(state.get("beside", {}))
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
@@ -229,6 +225,8 @@ class Stage:
         copies = {weight: copy for cast in casts for weight, copy in cast.copies.items()}
         if len(copies) < sum(len(cast.copies) for cast in casts):
             copies = {}  # a weight with two copies; a compiled update casts to one only
+        if self.ahead is not None:
+            self.ahead.note(optimizer)
         is_done = self.compiled_update is not None and self.compiled_update.step(optimizer, copies)
         if not is_done:
             with unfused_where_new(optimizer):
@@ -245,12 +243,7 @@ class Stage:
         if self.ahead is None or self.optimizer is None:
             return 0
         # All micro-batches in flight in this stage have their backward before.
-        return (self.num_pending + len(self.units[0].kept)) // self.ahead.accumulate
-
-    def factors(self, first: int, num: int) -> list[float]:
-        """Return the factors of the learning rate for `num` updates from the first one on."""
-        assert self.ahead is not None
-        return [self.ahead.factor(update) for update in range(first, first + num)]
+        return (self.num_pending + len(self.units[0].kept)) // self.accumulate
 
     def forget_prediction(self) -> None:
         """Drop the cached prediction, for changes that its key does not show."""
@@ -270,9 +263,7 @@ class Stage:
             self.forget_prediction()  # free its memory before the new one is allocated
             prediction = Prediction(0, {})
             if num:
-                prediction = predict(
-                    self.optimizer, self.factors(self.num_updates, num), self.ahead.coefficients
-                )
+                prediction = self.ahead.predict(self.optimizer, self.num_updates, num)
             self._predicted = (key, prediction)
         return prediction
 
