@@ -38,8 +38,10 @@ def short(method: Method, microbatch: int = 64, accumulate: int = 2, **changes: 
     suffixes = []
     if "probe_every" in changes:
         suffixes.append("probed")
+    if changes.get("optimizer"):
+        suffixes.append(changes["optimizer"])
     if changes.get("lookahead"):
-        suffixes.append("ahead")
+        suffixes.append("ahead" if changes["lookahead"] == "momentum" else changes["lookahead"])
     if changes.get("latency", 1) != 1:
         suffixes.append(f"latency-{changes['latency']}")
     if "stages" in changes:
@@ -50,6 +52,8 @@ def short(method: Method, microbatch: int = 64, accumulate: int = 2, **changes: 
         suffixes.append("by-delay")
     if changes.get("compile"):
         suffixes.append("compiled")
+    if changes.get("seed"):
+        suffixes.append(f"seed-{changes['seed']}")
     return replace(
         base,
         **{
@@ -64,6 +68,21 @@ def short(method: Method, microbatch: int = 64, accumulate: int = 2, **changes: 
             **changes,
         },
     )
+
+
+def by_muon(method: Method, **changes: Any) -> Recipe:
+    """Return the same with Muon for all filters but the stem's, SGD for the rest, and a cosine."""
+    settings: dict[str, Any] = {
+        "optimizer": "muon",
+        "lr": 0.05,
+        "momentum": 0.6,
+        "weight_decay": 0.01,
+        "muon_scale": "spectral",
+        "muon_rest": "sgd",
+        "schedule": "cosine",
+        "warmup": 1.0,
+    }
+    return short(method, **{**settings, **changes})
 
 
 def fast(recipe: str, name: str, **changes: Any) -> Recipe:
@@ -143,6 +162,7 @@ def _transformers() -> Iterator[Claim]:
     )
 
 
+_LATENCIES: tuple[tuple[Method, float], ...] = (("store", 1), ("petra", 1), ("petra", 0.5))
 _FASTEST: dict[Method, dict[str, Any]] = {"store": {}, "petra": {"stages": 2}}
 _RATES: tuple[dict[str, Any], ...] = ({}, {"lr": 0.025}, {"lr": 0.0125})
 CLAIMS = (
@@ -183,7 +203,20 @@ CLAIMS = (
         tuple(
             short("petra", size, 128 // size, lookahead=ahead)
             for size in (64, 16)
-            for ahead in (None, "momentum")
+            for ahead in (None, "momentum", "displacement")
+        ),
+    ),
+    Claim(
+        "muon",
+        "with Muon PETRA is as accurate as backprop with Muon",
+        (
+            *(
+                by_muon(method, seed=seed, latency=latency)
+                for seed in (0, 1, 2)
+                for method, latency in _LATENCIES
+            ),
+            *(by_muon(method, lr=0.02, latency=latency) for method, latency in _LATENCIES),
+            *(by_muon("petra", lookahead="displacement", latency=ticks) for ticks in (1, 0.5)),
         ),
     ),
     Claim(

@@ -35,7 +35,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "vit48": ("rev_vit_small", {"depth": 48, "patch_size": 4}, 50),
 }
 BATCHES = (4, 8, 16, 64, 128)
-METHODS = ("backprop", "backprop, compiled whole", "one branch", "branches", "half ticks", "eager")
+METHODS = (
+    *("backprop", "backprop, compiled whole", "one branch", "branches", "half ticks", "eager"),
+    "muon",
+)
 OPTIONS: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "fused": True}
 NUM_TO_FILL = 40  # ticks until the official pipeline is full, at 18 stages
 Step = Callable[[Tensor, Tensor], Any]
@@ -44,16 +47,13 @@ Step = Callable[[Tensor, Tensor], Any]
 class OneBranch(CudaGraphs):
     """CUDA graphs without branches."""
 
+    def __init__(self, device: torch.device, num_lanes: int) -> None:
+        super().__init__(device, 0)
+
     def lane(self, index: int) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def fork(self) -> None:
-        pass
-
     def wait(self, lane: int, other: int) -> None:
-        pass
-
-    def join(self) -> None:
         pass
 
 
@@ -105,6 +105,16 @@ def backprop(name: str, batch: int, compiled: bool, whole: bool = False) -> Step
     return rd.capture(step, make_data(name, batch)[0])
 
 
+def sgd(stage: Any) -> torch.optim.Optimizer:
+    """Return an optimizer at whose rate nothing diverges: the data is noise."""
+    return torch.optim.SGD(stage.parameters(), lr=1e-6, **OPTIONS)
+
+
+def muon(stage: Any) -> torch.optim.Optimizer:
+    """Return Muon at such a rate."""
+    return rd.Muon(stage, 1e-6, momentum=0.6, scale="spectral", rest="sgd", weight_decay=0.01)
+
+
 def pipeline(
     name: str,
     batch: int,
@@ -113,14 +123,16 @@ def pipeline(
     branches: bool = True,
     capture: bool = True,
     latency: float = 1,
+    accumulate: int = 1,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
 ) -> Step:
     """Return a tick of a full pipeline, captured by default."""
     pipe = rd.Pipeline(
         make_model(name),
         stages=MODELS[name][2],
         loss=loss_of,
-        # The data is noise: take a rate at which nothing diverges.
-        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=1e-6, **OPTIONS),
+        optimizer=optimizer,
+        accumulate=accumulate,
         capture=capture,
         latency=latency,
     )
@@ -143,13 +155,15 @@ def pipeline(
 
 def make_steps(name: str, batch: int, args: argparse.Namespace) -> dict[str, Step]:
     """Return the methods of one setting."""
+    petra = partial(pipeline, name, batch, accumulate=args.accumulate)
     makers: dict[str, Callable[[bool], Step]] = {
         "backprop": partial(backprop, name, batch),
         "backprop, compiled whole": partial(backprop, name, batch, whole=True),
-        "one branch": partial(pipeline, name, batch, branches=False),
-        "branches": partial(pipeline, name, batch),
-        "half ticks": partial(pipeline, name, batch, latency=0.5),
-        "eager": partial(pipeline, name, batch, capture=False),
+        "one branch": partial(petra, branches=False),
+        "branches": petra,
+        "half ticks": partial(petra, latency=0.5),
+        "eager": partial(petra, capture=False),
+        "muon": partial(petra, optimizer=muon),
     }
     steps = {method: makers[method](not args.uncompiled) for method in args.methods}
     if args.peer_path and "revnet" in name:
@@ -193,6 +207,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(MODELS))
     parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per update")
     parser.add_argument("--uncompiled", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--peer-path", help="a clone of the official PETRA code")

@@ -1,6 +1,7 @@
 """Claims: their recipes are those that they state, and names of runs are unique."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from claims import CLAIMS, get_claim, short
@@ -43,6 +44,15 @@ def test_equal_trainings_have_one_name_and_others_another():
     for name in (*names, "quality"):
         for run in get_claim(name).runs:
             assert seen.setdefault(run.name, run) == run
+
+
+def test_backprop_and_petra_by_muon_differ_in_nothing_else():
+    runs = get_claim("muon").runs
+    assert len({run.seed for run in runs}) == 3
+    for run in runs:
+        assert (run.optimizer, run.schedule, run.epochs) == ("muon", "cosine", 20)
+        plain = replace(run, name="one", method="store", latency=1, lookahead=None)
+        assert any(plain == replace(other, name="one") for other in runs)
 
 
 def test_the_full_runs_are_those_of_the_paper():
