@@ -373,3 +373,31 @@ def test_names_of_units_may_have_any_letters(tmp_path):
     pipe.step(torch.randn(2, 5), torch.tensor([0, 1]))
     pipe.save(tmp_path / "state")
     pipe.load(tmp_path / "state")
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "muon"])
+def test_kernels_are_those_of_the_pipeline_and_not_of_the_state(kind):
+    def make(fused):
+        def optimizer(stage):
+            made = OPTIMIZERS[kind](stage)
+            made.param_groups[-1]["fused"] = fused
+            return made
+
+        torch.manual_seed(0)
+        units = [nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3)]
+        return rd.Pipeline(units, stages=2, loss=F.cross_entropy, optimizer=optimizer, seed=0)
+
+    def feed(pipe, first, last):
+        for n in range(first, last):
+            torch.manual_seed(n)
+            pipe.step(torch.randn(4, 5), torch.randint(3, (4,)))
+
+    for before, after in ((None, True), (True, None)):
+        pipe, resumed = make(before), make(after)
+        feed(pipe, 0, 6)
+        resumed.load_state_dict(pipe.state_dict())
+        assert all(stage.groups[-1]["fused"] is after for stage in resumed.stages)
+        feed(pipe, 6, 12)
+        feed(resumed, 6, 12)
+        ours, theirs = pipe.full_state_dict(), resumed.full_state_dict()
+        assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)

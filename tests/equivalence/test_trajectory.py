@@ -278,6 +278,29 @@ def test_copies_of_the_weights_that_lookahead_takes(kind, num_copies, accumulate
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lookahead", ["momentum", "displacement"])
+def test_what_a_caller_does_to_weights_is_no_motion(lookahead):
+    model = network()
+    pipe = build(rd.Pipeline, model, CUTS[3], "petra", 1, 1, lookahead=lookahead)
+    for x, target in batches(20):
+        pipe.step(x, target)
+    stage, unit = pipe.stages[0], pipe.stages[0].units[0]
+
+    def moves():
+        pairs = zip(stage.forward_weights(unit), unit.parameters, strict=True)
+        return [predicted.detach() - weight.detach() for predicted, weight in pairs]
+
+    ahead = moves()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    later = moves()
+    assert stage.num_ahead and float(ahead[0].norm()) > 0
+    for one, other in zip(ahead, later, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.slow
 def test_lookahead_changes_the_path():
     ends = []
     for lookahead in (None, True):

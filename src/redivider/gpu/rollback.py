@@ -118,7 +118,7 @@ class Rollback:
             if "capturable" in group and not (group["capturable"] or group.get("fused")):
                 raise CaptureError(
                     f"{name} counts its steps on the host; make it with capturable=True or "
-                    "fused=True"
+                    "fused=True, when the model is on the GPU"
                 )
         numbers = [
             key

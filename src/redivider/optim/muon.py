@@ -10,11 +10,13 @@ why Muon bears gradients that come late (docs/trade-offs.md). Jordan et al. 2024
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from math import isfinite, sqrt
+from math import inf, sqrt
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
@@ -22,14 +24,9 @@ from torch.optim.sgd import sgd
 NUM_STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST = 1e-7  # norm below which a gradient counts as zero
-CONVOLUTIONS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Layers whose tensors of two dimensions multiply nothing: tables, gains, parts of a weight.
+NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)
 SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * sqrt(max(rows, columns)),
     "spectral": lambda rows, columns: sqrt(max(1.0, rows / columns)),
@@ -43,13 +40,14 @@ RESTS: dict[str, dict[str, Any]] = {
 class Muon(torch.optim.Optimizer):
     """Optimizer whose steps of matrices are orthogonal.
 
-        optimizer = rd.Muon(model, lr=0.02)
-        pipe = rd.Pipeline(model, ..., optimizer=lambda stage: rd.Muon(stage, lr=0.02))
+        optimizer = rd.Muon(model, lr=0.002)
+        pipe = rd.Pipeline(model, ..., optimizer=lambda stage: rd.Muon(stage, lr=0.002))
 
     Matrices, and filters of convolutions as matrices of out x (in height width), take a step by
-    their orthogonalised momentum. Everything else is the rest: vectors, embeddings, depthwise
-    filters, what `exclude` names, and modules whose attribute `orthogonalise` is False, such as
-    stem and head of our own models. Weight decay is decoupled from gradients everywhere.
+    their orthogonalised momentum. Everything else is the rest: vectors, embeddings, filters that
+    are depthwise or transposed, what `exclude` names, and modules whose attribute `orthogonalise`
+    is False, such as stem and head of our own models. A table that is a bare parameter looks like a
+    matrix: exclude it. Weight decay is decoupled from gradients everywhere.
 
     Args:
         module: Module to train, such as a model or a stage of a pipeline.
@@ -71,36 +69,32 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         module: nn.Module,
-        lr: float,
+        lr: float | Tensor,
         *,
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.0,
         scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw",
         rest: Literal["adamw", "sgd"] = "adamw",
-        rest_lr: float | None = None,
+        rest_lr: float | Tensor | None = None,
         exclude: Iterable[str] = (),
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(
                 "Muon takes a module, whose layers tell what is a matrix, such as "
-                f"rd.Muon(model, lr=0.02), got {type(module).__name__}"
+                f"rd.Muon(model, lr=0.002), got {type(module).__name__}"
             )
-        rest_lr = lr if rest_lr is None else rest_lr
+        if rest_lr is None:
+            rest_lr = lr.clone() if isinstance(lr, Tensor) else lr
         for name, number in (("lr", lr), ("rest_lr", rest_lr), ("weight_decay", weight_decay)):
-            if not (isfinite(number) and number >= 0):
-                raise ValueError(f"{name} must be a number, at least 0, got {number}")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}")
+            _verify_number(name, number)
+        _verify_number("momentum", momentum, below=1.0)
         for name, choice, known in (("scale", scale, SCALES), ("rest", rest, RESTS)):
             if choice not in known:
                 choices = " or ".join(map(repr, known))
                 raise ValueError(f"{name} must be {choices}, got {choice!r}")
-        if isinstance(exclude, str):
-            raise TypeError(f"exclude must be several names, such as [{exclude!r}]")
         matrices, others = split_parameters(module, exclude)
         by_muon = {
-            "params": matrices,
             "kind": "muon",
             "lr": lr,
             "momentum": momentum,
@@ -111,13 +105,20 @@ class Muon(torch.optim.Optimizer):
         }
         by_rest = {"kind": rest, "lr": rest_lr, "weight_decay": weight_decay, **RESTS[rest]}
         # Fused kernels count their steps on the GPU, so that graphs can be captured.
-        on_gpu = all(param.is_cuda for param in (*matrices, *others))
-        by_rest |= {"fused": on_gpu or None, "foreach": None}
-        super().__init__([by_muon, {"params": others, **by_rest}], by_rest)
+        by_rest |= {"fused": _can_fuse([*matrices, *others]) or None, "foreach": None}
+        settings = {"muon": by_muon, rest: by_rest}
+        params = {"muon": matrices, rest: others}
+        groups = [{"params": params[kind], "kind": kind} for kind in settings]
+        super().__init__(groups, {"kind": rest, "settings": settings})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which belong to the rest unless the group has `kind="muon"`."""
-        super().add_param_group(param_group)
+        settings, kind = self.defaults["settings"], param_group.get("kind", self.defaults["kind"])
+        if kind not in settings:
+            known = " or ".join(map(repr, settings))
+            raise ValueError(f"kind of a group must be {known}, got {kind!r}")
+        super().add_param_group({**settings[kind], **param_group})
+        del self.param_groups[-1]["settings"]  # torch adds all defaults
         for param in self.param_groups[-1]["params"]:
             if hasattr(param, "full_tensor"):  # a DTensor
                 raise TypeError(
@@ -134,7 +135,7 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
+            params = [p for p in group["params"] if p.grad is not None and p.numel()]
             if params:
                 run = {"muon": self._step_muon, "adamw": self._step_adamw, "sgd": self._step_sgd}
                 run[group["kind"]](group, params, [param.grad for param in params])
@@ -168,11 +169,13 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_sub_(weights, updates)
 
     def _step_adamw(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        if group["fused"] is None and group["foreach"] is None and _can_fuse(params):
+            group["fused"] = True  # the model has been moved to a GPU since
         on_device = bool(group["capturable"] or group["fused"])
         for param in params:
-            if "step" not in self.state[param]:
-                device = param.device if on_device else torch.device("cpu")
-                self.state[param]["step"] = torch.zeros((), device=device)
+            state = self.state[param]
+            device = param.device if on_device else torch.device("cpu")
+            state["step"] = state.get("step", torch.zeros(())).to(device)
         beta1, beta2 = group["betas"]
         run: Any = adam  # of which torch declares fewer arguments
         run(
@@ -239,10 +242,9 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     A zero matrix stays zero. In bf16 on a GPU; on the CPU, which may emulate bf16, in float32, or
     in float64 where the matrices are.
     """
-    wide = torch.promote_types(matrices.dtype, torch.float32)
-    dtype = torch.bfloat16 if matrices.is_cuda else wide
-    norms = torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=SMALLEST)
-    x: Tensor = (matrices / norms).to(dtype)
+    wide = matrices.to(torch.promote_types(matrices.dtype, torch.float32))  # norms may be large
+    norms = torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=SMALLEST)
+    x: Tensor = (wide / norms).to(torch.bfloat16 if wide.is_cuda else wide.dtype)
     is_tall = x.size(-2) > x.size(-1)
     x = x.mT if is_tall else x  # products of the short side
     a, b, c = COEFFICIENTS
@@ -262,31 +264,46 @@ def split_parameters(
         module: The module.
         exclude: Names of modules or parameters that are not to be orthogonalised.
     """
-    outside = list(exclude)
-    for name, child in module.named_modules():
-        if not getattr(child, "orthogonalise", True):
-            outside.append(name)
+    names = [exclude] if isinstance(exclude, str) else list(exclude)
+    layers = dict(module.named_modules(remove_duplicate=False))
+    outside = [name for name, layer in layers.items() if not getattr(layer, "orthogonalise", True)]
     is_matrix: dict[nn.Parameter, bool] = {}
-    for name, child in module.named_modules():
-        for key, param in child.named_parameters(recurse=False):
+    unmatched = set(names)
+    for name, layer in layers.items():
+        for key, param in layer.named_parameters(recurse=False):
             full = f"{name}.{key}" if name else key
-            is_outside = any(_is_inside(full, prefix) for prefix in outside)
+            matched = {prefix for prefix in names if _is_inside(full, prefix)}
+            unmatched -= matched
+            is_outside = bool(matched) or any(_is_inside(full, prefix) for prefix in outside)
             # A shared parameter is a matrix if it is one in all places.
             is_matrix[param] = (
-                is_matrix.get(param, True) and not is_outside and _is_matrix(child, param)
+                is_matrix.get(param, True) and not is_outside and _is_matrix(layer, key, param)
             )
+    if unmatched and type(module) is not nn.Module:  # as that of a stage, which is but a part
+        raise ValueError(f"exclude names {min(unmatched)!r}, and {type(module).__name__} has none")
     matrices = [param for param, whether in is_matrix.items() if whether]
     return matrices, [param for param, whether in is_matrix.items() if not whether]
+
+
+def _verify_number(name: str, number: Any, below: float = inf) -> None:
+    if not isinstance(number, Real | Tensor) or not 0 <= float(number) < below:
+        bound = "" if below == inf else f" and below {below:g}"
+        raise ValueError(f"{name} must be a number, at least 0{bound}, got {number!r}")
 
 
 def _is_inside(name: str, prefix: str) -> bool:
     return prefix in ("", name) or name.startswith(f"{prefix}.")
 
 
-def _is_matrix(layer: nn.Module, param: Tensor) -> bool:
+def _is_matrix(layer: nn.Module, key: str, param: Tensor) -> bool:
     """Return whether a parameter of a layer multiplies vectors, as a matrix or as a filter."""
-    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        return False  # a table: an input uses one row of it
+    if isinstance(layer, NO_MATRICES) or key.endswith("bias") or param.is_complex():
+        return False
     if isinstance(layer, CONVOLUTIONS):
         return param.ndim > 2 and not (layer.groups > 1 and layer.groups == layer.in_channels)
     return param.ndim == 2
+
+
+def _can_fuse(params: Iterable[Tensor]) -> bool:
+    """Return whether fused kernels on a GPU can train these parameters."""
+    return all(param.is_cuda and not param.is_complex() for param in params)

@@ -74,7 +74,7 @@ class Recipe:
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
-    """Momentum of SGD and Muon."""
+    """Momentum of SGD, and of Muon's matrices; a rest by SGD has 0.9."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Betas of AdamW."""
     muon_scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw"

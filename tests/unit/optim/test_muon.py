@@ -17,7 +17,7 @@ SHAPES = {"wide": (5, 12), "tall": (12, 5), "square": (7, 7), "row": (1, 6), "co
 
 def filters():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv1d(4, 40, 1), nn.ConvTranspose2d(4, 2, 3))
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv1d(4, 40, 1), nn.Conv3d(4, 4, 3, groups=2))
 
 
 def matrices(dtype=torch.float32):
@@ -214,7 +214,11 @@ def test_what_is_a_matrix():
             "linear": nn.Linear(4, 4),
             "conv": nn.Conv2d(4, 8, 3, groups=2),
             "depthwise": nn.Conv2d(4, 4, 3, groups=4),
+            "transposed": nn.ConvTranspose2d(4, 2, 3),
             "attention": nn.MultiheadAttention(4, 2),
+            "norm": nn.LayerNorm((4, 4)),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+            "complex": nn.Linear(4, 4, dtype=torch.complex64),
             "inner": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
             "inner2": nn.Linear(4, 4),
         }
@@ -262,14 +266,49 @@ def test_a_module_says_itself_that_it_belongs_to_the_rest():
     assert names(net, split_parameters(net)[0]) == names(net, split_parameters(net, ["1"])[0])
 
 
+def test_a_module_is_excluded_by_any_of_its_names():
+    inner = nn.Linear(4, 4)
+    net = nn.ModuleDict({"one": inner, "other": inner, "last": nn.Linear(4, 4)})
+    assert names(net, split_parameters(net, "other")[0]) == {"last.weight"}
+
+
+def test_a_large_gradient_in_half_precision():
+    net = nn.Linear(300, 300, bias=False).half()
+    net.weight.grad = torch.full_like(net.weight, 1000.0)  # its norm is no float16
+    before = net.weight.detach().clone()
+    rd.Muon(net, 0.1).step()
+    assert not torch.equal(net.weight, before)
+
+
+def test_matrices_without_elements():
+    net = nn.Linear(1, 4)
+    net.weight = nn.Parameter(torch.empty(4, 0))
+    net(torch.ones(2, 0)).sum().backward()
+    rd.Muon(net, 0.1, scale="spectral").step()
+
+
+def test_rates_of_both_kinds_are_apart():
+    first, second = rd.Muon(nn.Linear(2, 2), torch.tensor(0.1)).param_groups
+    first["lr"].fill_(0.0)
+    assert second["lr"] == 0.1
+
+
 def test_added_parameters_belong_to_the_rest():
     net, more = nn.Linear(3, 3), nn.Linear(3, 3)
     optimizer = rd.Muon(net, 0.02)
     optimizer.add_param_group({"params": [more.weight]})
     optimizer.add_param_group({"params": [more.bias], "lr": 0.5})
-    more(net(torch.randn(2, 3))).sum().backward()
+    last = nn.Linear(3, 3)
+    optimizer.add_param_group({"params": [last.weight], "kind": "muon", "lr": 0.1})
+    optimizer = copy.deepcopy((net, more, last, optimizer))[-1]  # with its defaults
+    kinds = [(group["kind"], group["lr"]) for group in optimizer.param_groups]
+    assert kinds == [("muon", 0.02), *[("adamw", lr) for lr in (0.02, 0.02, 0.5)], ("muon", 0.1)]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    set_grads(params, 0)
     optimizer.step()
-    assert "exp_avg" in optimizer.state[more.weight]
+    assert ["exp_avg" in optimizer.state[param] for param in params] == [False, *[True] * 3, False]
+    with pytest.raises(ValueError, match="kind of a group must be 'muon' or 'adamw', got 'sgd'"):
+        optimizer.add_param_group({"params": [last.bias], "kind": "sgd"})
 
 
 @pytest.mark.parametrize(
@@ -277,11 +316,12 @@ def test_added_parameters_belong_to_the_rest():
     [
         ({"lr": -1.0}, "lr must be a number, at least 0"),
         ({"lr": float("nan")}, "lr must be a number"),
-        ({"lr": 0.1, "momentum": 1.0}, "momentum must be at least 0 and below 1"),
+        ({"lr": None}, "lr must be a number, at least 0, got None"),
+        ({"lr": 0.1, "momentum": 1.0}, "momentum must be a number, at least 0 and below 1, got 1"),
         ({"lr": 0.1, "weight_decay": -0.1}, "weight_decay must be"),
         ({"lr": 0.1, "scale": "large"}, "scale must be 'match_rms_adamw' or 'spectral'"),
         ({"lr": 0.1, "rest": "adam"}, "rest must be 'adamw' or 'sgd'"),
-        ({"lr": 0.1, "exclude": "head"}, r"exclude must be several names, such as \['head'\]"),
+        ({"lr": 0.1, "exclude": ["haed"]}, "exclude names 'haed', and Linear has none"),
     ],
 )
 def test_bad_arguments_are_refused(keywords, message):

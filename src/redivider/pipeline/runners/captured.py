@@ -203,6 +203,9 @@ class CapturedRunner(Execution):
             self._refuse(f"{changing[0]} changes its buffers")
         if hooked and not self._is_refused:
             self._refuse(f"the optimizer of stage {hooked[0].index} has hooks, which would not run")
+        against = reason_against(self._pipe)  # a caller may have changed options of an optimizer
+        if against is not None and not self._is_refused:
+            self._refuse(against)
         return self._is_refused
 
     def _refuse(self, reason: str) -> None:

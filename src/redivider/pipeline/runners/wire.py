@@ -66,7 +66,9 @@ class Transfer:
             )
         for work in self.works:
             self._team.wait(work, self.rank)
-        self.works.clear()  # also for the other transfers of a batch, which share the list
+        # Also for the other transfers of a batch, which share the list: all waits are on the stream
+        # of the ticks.
+        self.works.clear()
 
 
 class Post:

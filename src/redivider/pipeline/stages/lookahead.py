@@ -8,7 +8,7 @@ forward and backward run by weights that are nearer to each other.
       plain           by w0                                        by w3
       look-ahead      by p, close to w3                            by w3
 
-    displacement   p = w0 + n (w0 - w of the update before), whatever the optimizer is
+    displacement   p = w0 + n d, where d is what the last update added, whatever the optimizer is
     momentum       the weights that n updates with gradients of zero would lead to:
       SGD          p = w0 - lr (m + m^2 + ... + m^n) v     v: momentum buffer, m: momentum factor
       Adam         as SGD with v the first moment, over the root of the second moment
@@ -17,7 +17,8 @@ Chen et al. 2018 (SpecTrain) keep the velocity constant, as the displacement doe
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,9 @@ def verify_lookahead(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     if kind not in _RULES:
         known = ", ".join(known_kind.__name__ for known_kind in _RULES)
-        raise ValueError(f"lookahead='momentum' knows {known}, not {kind.__name__}")
+        raise ValueError(
+            f"lookahead='momentum' knows {known}, not {kind.__name__}; take lookahead=True"
+        )
     if any(group.get("momentum", 1) == 0 for group in optimizer.param_groups):
         raise ValueError("lookahead='momentum' needs SGD with a momentum, got momentum=0")
 
@@ -60,8 +63,8 @@ class Ahead(ABC):
         """Predict the weights after `num` updates, of which `first` is the index of the first."""
 
     @abstractmethod
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the weights before an update."""
+    def watching(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Return a context for a step of the optimizer."""
 
     @abstractmethod
     def state_dict(self, names: dict[int, str]) -> dict[str, Tensor]:
@@ -76,30 +79,35 @@ class ByDisplacement(Ahead):
     """Prediction by the last displacement of the weights."""
 
     def __init__(self) -> None:
-        self._before: dict[Tensor, Tensor] = {}  # weights before the last update
+        self._displacements: dict[Tensor, Tensor] = {}
 
     def predict(self, optimizer: torch.optim.Optimizer, first: int, num: int) -> Prediction:
-        moved = [param for param in self._before if param.requires_grad]
+        moved = [param for param in self._displacements if param.requires_grad]
         if not moved:
             return Prediction(num, {})
-        before = [self._before[param] for param in moved]
+        displacements = [self._displacements[param] for param in moved]
         with torch.no_grad():
-            weights = torch._foreach_lerp(before, moved, 1.0 + num)
+            weights = torch._foreach_add(moved, displacements, alpha=num)
         return Prediction(num, dict(zip(moved, weights, strict=True)))
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
+    @contextmanager
+    def watching(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in params:
-            if param not in self._before:
-                self._before[param] = torch.empty_like(param)
-        if params:
-            torch._foreach_copy_([self._before[param] for param in params], params)
+            if param not in self._displacements:
+                self._displacements[param] = torch.empty_like(param)
+        # Kept as a difference: what a caller does to weights between two updates is no motion.
+        displacements = [self._displacements[param] for param in params]
+        torch._foreach_copy_(displacements, params)
+        yield
+        torch._foreach_mul_(displacements, -1)
+        torch._foreach_add_(displacements, params)
 
     def state_dict(self, names: dict[int, str]) -> dict[str, Tensor]:
-        return {names[id(param)]: before for param, before in self._before.items()}
+        return {names[id(param)]: tensor for param, tensor in self._displacements.items()}
 
     def load_state_dict(self, state: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
-        self._before = {params[name]: t.to(params[name]) for name, t in state.items()}
+        self._displacements = {params[name]: t.to(params[name]) for name, t in state.items()}
 
 
 class ByMomentum(Ahead):
@@ -117,8 +125,8 @@ class ByMomentum(Ahead):
     def predict(self, optimizer: torch.optim.Optimizer, first: int, num: int) -> Prediction:
         return predict(optimizer, self.factors(first, num), self.coefficients)
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
+    def watching(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def state_dict(self, names: dict[int, str]) -> dict[str, Tensor]:
         return {}  # all is in the optimizer

@@ -5,6 +5,7 @@ weights that it had when the tick began. After `accumulate` backward passes an u
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +22,10 @@ from redivider.pipeline.stages.unit import Unit
 
 if TYPE_CHECKING:
     from redivider.pipeline.stages.compiled_update import CompiledUpdate
+
+
+# Options of an optimizer that say how it computes, here and now: a state does not change them.
+KERNELS = ("fused", "foreach", "capturable")
 
 
 @dataclass(frozen=True)
@@ -205,15 +210,16 @@ class Stage:
         self.optimizer.state.clear()
         self.optimizer.state.update(state.get("beside", {}))
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "names"})
+            group.update({k: v for k, v in saved.items() if k not in ("names", *KERNELS)})
             on_device = group.get("capturable") or group.get("fused")
             for name in saved["names"]:
                 if name in state["optimizer"]:
                     device = by_name[name].device
+                    # Most optimizers count their steps on the host.
+                    homes = {"step": device if on_device else torch.device("cpu")}
                     self.optimizer.state[by_name[name]] = {
-                        # Most optimizers count their steps on the host.
-                        key: value.to(device)
-                        if isinstance(value, Tensor) and (key != "step" or on_device)
+                        key: value.to(homes.get(key, device))
+                        if isinstance(value, Tensor)
                         else value
                         for key, value in state["optimizer"][name].items()
                     }
@@ -225,12 +231,12 @@ class Stage:
         copies = {weight: copy for cast in casts for weight, copy in cast.copies.items()}
         if len(copies) < sum(len(cast.copies) for cast in casts):
             copies = {}  # a weight with two copies; a compiled update casts to one only
-        if self.ahead is not None:
-            self.ahead.note(optimizer)
-        is_done = self.compiled_update is not None and self.compiled_update.step(optimizer, copies)
-        if not is_done:
-            with unfused_where_new(optimizer):
-                optimizer.step()
+        compiled = self.compiled_update
+        with nullcontext() if self.ahead is None else self.ahead.watching(optimizer):
+            is_done = compiled is not None and compiled.step(optimizer, copies)
+            if not is_done:
+                with unfused_where_new(optimizer):
+                    optimizer.step()
         if is_done and copies:  # the compiled update has cast the weights, too
             for cast in casts:
                 cast.mark_fresh()
