@@ -1,10 +1,11 @@
-"""Values that the host sends to a captured tick before it is replayed.
+"""Numbers that change from one captured tick to the next.
 
-A graph reads the same addresses at every replay. What changes from tick to tick and is not computed
-on the device lies in small tensors, which the host fills:
+A graph reads the same addresses at every replay. So these numbers lie in small tensors:
 
     numbers   micro-batch of the loss | slot to fill, slot to read   for each ring buffer
+              set by the host before the first tick, then counted by every graph
     rates     learning rate of each group | NUM_AHEAD coefficients of each group's prediction
+              set by the host when they change
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ NUM_AHEAD = 2  # coefficients of a group's prediction, at most
 
 
 class Control:
-    """Small tensors on the device that the host fills before a replay.
+    """Numbers of captured ticks, on the device.
 
     It replaces the learning rates of the optimizers' groups by views of such a tensor.
 

@@ -1,8 +1,8 @@
 """Ring buffer of a unit's inputs, for micro-batches in flight in a captured tick.
 
 A CUDA graph reads and writes fixed addresses, but a unit keeps an input for as many ticks as its
-delay. So inputs go into a ring of slots, and before every replay the host writes to the device
-which slot to fill and which one to read (runners/control.py). With a delay of 3 ticks:
+delay. So inputs go into a ring of slots, and every tick counts on the device which slot it fills
+and which one it reads (runners/control.py). With a delay of 3 ticks:
 
     micro-batch     micro-batch whose input is in slot
     forwarded       0         1         2         3
