@@ -98,6 +98,7 @@ def test_methods_and_optimizers(method, optimizer):
         (5, 3, {"lookahead": "momentum"}),
         (5, 2, {"lookahead": "displacement", "optimizer": "muon"}),
         (3, 3, {"lookahead": "displacement", "latency": 0.5}),
+        (5, 2, {"lookahead": "lead"}),
         (5, 2, {"lookahead": "momentum", "optimizer": "adamw", "method": "dsp", "clip_norm": 0.1}),
         (3, 3, {"lr_by_delay": True}),
     ],

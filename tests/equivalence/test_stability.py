@@ -31,12 +31,16 @@ def radius(rate, late, lookahead):
     Args:
         rate: Rate times curvature.
         late: Part of the gradients that belong to the weights before.
-        lookahead: Whether these ran by the weights before plus the last displacement.
+        lookahead: True if these ran by the weights before plus the last displacement; "lead" if
+            updates go further by what they have grown.
     """
     w, before, oldest, m = np.eye(4)
-    forward = 2 * before - oldest if lookahead else before
-    m = B * m + (1 - B) * rate * ((1 - late) * w + late * forward)
-    return max(abs(np.linalg.eigvals(np.stack([w - m, w, before, m]))))
+    forward = 2 * before - oldest if lookahead is True else before
+    grad = rate * ((1 - late) * w + late * forward)
+    m = B * m + (1 - B) * grad
+    growth = (1 - B) / B * (grad - m)  # of m
+    step = m + (late + min(late, 1)) * growth * (lookahead == "lead")
+    return max(abs(np.linalg.eigvals(np.stack([w - step, w, before, m]))))
 
 
 def growth(rate, latency, accumulate, lookahead, num_updates=100):
@@ -67,12 +71,16 @@ def growth(rate, latency, accumulate, lookahead, num_updates=100):
     [
         (0.5, 1, False, 1.0),
         (0.5, 1, True, 2.7),
+        (0.5, 1, "lead", 2.9),
         pytest.param(2, 9, False, 2.25, marks=SLOW),
         pytest.param(2, 9, True, 4.3, marks=SLOW),
+        pytest.param(2, 9, "lead", 9.0, marks=SLOW),
         pytest.param(1, 9, False, 4.5, marks=SLOW),
         pytest.param(1, 9, True, 6.2, marks=SLOW),
+        pytest.param(1, 9, "lead", 21.5, marks=SLOW),
         pytest.param(0.5, 20, False, 20, marks=SLOW),
         pytest.param(0.5, 20, True, 13.6, marks=SLOW),
+        pytest.param(0.5, 20, "lead", 34.8, marks=SLOW),
     ],
 )
 def test_the_largest_stable_rate(latency, accumulate, lookahead, bound):

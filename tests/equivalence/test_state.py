@@ -47,7 +47,7 @@ def test_the_next_12_ticks_are_equal_to_the_last_bit(method, at, tmp_path):
         {"arithmetic": "fixed"},
         {"latency": 3, "optimizer": "adamw"},
         {"latency": 0.5, "optimizer": "muon", "lookahead": "displacement"},
-        {"accumulate": 1},
+        {"accumulate": 1, "lookahead": "lead"},
         {"clip_norm": 0.1, "clip_over": "all", "optimizer": "adamw"},
         {"lookahead": "momentum"},
         {"lookahead": "momentum", "accumulate": 1, "optimizer": "adamw"},

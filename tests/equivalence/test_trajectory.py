@@ -100,7 +100,7 @@ def cuts(draw):
     method=st.sampled_from([*METHODS]),
     accumulate=st.integers(1, 4),
     latency=st.integers(1, 3),
-    lookahead=st.sampled_from([None, "momentum", "displacement"]),
+    lookahead=st.sampled_from([None, "momentum", "displacement", "lead"]),
     lr_by_delay=st.booleans(),
 )
 @example([1] * 12, "petra", 1, 1, None, False)
@@ -125,7 +125,7 @@ def test_optimizers(method, optimizer):
         *(pytest.param(method, 3, 2, 1, marks=SLOW) for method in METHODS if method != "petra"),
     ],
 )
-@pytest.mark.parametrize("lookahead", ["momentum", "displacement"])
+@pytest.mark.parametrize("lookahead", ["momentum", "displacement", "lead"])
 def test_lookahead(method, stages, accumulate, latency, lookahead):
     distances = follow(CUTS[stages], method, accumulate, latency, lookahead=lookahead)
     assert max(distances) <= BOUND
@@ -142,8 +142,9 @@ def test_lookahead_of_optimizers(optimizer):
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw", "sgd plain"])
 @pytest.mark.parametrize("accumulate, latency", [(1, 0.5), (2, 1)])
-def test_lookahead_by_displacement_knows_every_optimizer(optimizer, accumulate, latency):
-    cut, options = CUTS[5], {"lookahead": "displacement"}
+@pytest.mark.parametrize("lookahead", ["displacement", "lead"])
+def test_lookahead_with_every_optimizer(lookahead, optimizer, accumulate, latency):
+    cut, options = CUTS[5], {"lookahead": lookahead}
     assert max(follow(cut, "petra", accumulate, latency, optimizer, **options)) <= 100 * BOUND
 
 

@@ -59,6 +59,7 @@ class Reference:
         }
         self.lr_lambda = lr_lambda or (lambda update: 1.0)
         self.lookahead = lookahead
+        self.moved: dict[tuple[int, str], Any] = {}  # by the last update
         self.before: list[dict[tuple[int, str], Any]] = [{} for _ in cut]  # before the last update
         self.reset()
         self.sums: list[defaultdict[tuple[int, str], Any]] = [defaultdict(float) for _ in cut]
@@ -123,6 +124,8 @@ class Reference:
         optimizer: Any = self.optimizers.get(j)
         earlier = sum((m, j - 1) not in self.back for m in range(n))  # they come back before it
         num = (self.counts[j] + earlier) // self.k if optimizer else 0
+        if self.lookahead == "lead":
+            return self.weights[-1]
         if self.lookahead == "displacement":
             return {
                 u: {
@@ -181,9 +184,22 @@ class Reference:
             for group, rate in zip(self.optimizers[j].param_groups, self.rates[j], strict=True):
                 group["lr"] = rate * factor
             self.optimizers[j].step()
+        if self.lookahead == "lead":
+            self.lead(j)
         self.sums[j].clear()
         self.counts[j] = 0
         self.updates[j] += 1
+
+    def lead(self, j):
+        """Let an update go further by what it is longer than the last one, by its delay."""
+        late = (self.up[-1] - self.up[j]) / self.k
+        factor = late + min(late, 1) if late <= 2 else late
+        for (u, name), before in self.before[j].items():
+            param = inner(self.units[u]).get_parameter(name)
+            moved = param.detach() - before
+            last = self.moved.setdefault((u, name), moved)
+            param.data += factor * (moved - last)
+            self.moved[u, name] = moved
 
     def flush(self):
         while self.t < len(self.batches) + self.up[-1]:

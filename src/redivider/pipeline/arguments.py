@@ -40,7 +40,8 @@ def verify_arguments(
         raise ValueError(f'clip_over must be "stage" or "all", got {clip_over!r}')
     if not isinstance(lookahead, bool) and lookahead not in LOOKAHEADS:
         raise ValueError(
-            f'lookahead must be True, False, "displacement" or "momentum", got {lookahead!r}'
+            'lookahead must be True, False, "displacement", "lead" or "momentum", got '
+            f"{lookahead!r}"
         )
     if not callable(loss):
         raise TypeError(f"loss must be a function or module of (output, target), got {loss!r}")

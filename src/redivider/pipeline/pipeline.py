@@ -33,7 +33,7 @@ from redivider.pipeline.runners.tick_context import EagerTick, TickContext
 from redivider.pipeline.runners.transport import InProcess, TickTransport, Transport
 from redivider.pipeline.schedule import Action, Schedule, resolve_latency
 from redivider.pipeline.stages.compression import Packing
-from redivider.pipeline.stages.lookahead import Ahead, ByDisplacement, ByMomentum
+from redivider.pipeline.stages.lookahead import Ahead, ByDisplacement, ByMomentum, Lead
 from redivider.pipeline.stages.loss import Loss
 from redivider.pipeline.stages.placement import (
     group_units,
@@ -84,8 +84,8 @@ class Pipeline:
             and a slow transfer or stage is not hidden.
         lookahead: True, or "displacement", to run the forward by the weights that the last update
             predicts for the time of the backward, with any optimizer; "momentum" for those that the
-            momentum of SGD, Adam or AdamW predicts. Needs two copies of the weights, or one, of
-            every stage but the last.
+            momentum of SGD, Adam or AdamW predicts; "lead" to let updates go further where they
+            grow. Needs two copies of the weights, or one, of every stage but the last.
         arithmetic: "float" or "fixed", as for a chain.
         message_dtype: Dtype of messages between stages: None to leave it, torch.bfloat16, or
             torch.int8 with a scale for every sample.
@@ -115,7 +115,7 @@ class Pipeline:
         lr_lambda: Callable[[int], float] | None = None,
         lr_by_delay: bool = False,
         latency: float | Sequence[float] = 1,
-        lookahead: Literal["momentum", "displacement"] | bool | None = None,
+        lookahead: Literal["momentum", "displacement", "lead"] | bool | None = None,
         arithmetic: str | Arithmetic = "float",
         message_dtype: torch.dtype | None = None,
         clip_norm: float | None = None,
@@ -172,7 +172,7 @@ class Pipeline:
                     late = self.schedule.delay(stage.index) / self.accumulate
                     stage.divide_rates(1 + late)
                 if self.lookahead and self.schedule.delay(stage.index):
-                    stage.ahead = self._make_ahead()
+                    stage.ahead = self._make_ahead(stage.index)
             stage.accumulate = self.accumulate
         self.in_flight = InFlight(self.schedule)
         self._caller_tensors = CallerTensors()
@@ -334,9 +334,11 @@ class Pipeline:
         """Return the stages of this process, which are all, and the seed of its random numbers."""
         return range(len(self.cut)), self.seed
 
-    def _make_ahead(self) -> Ahead:
+    def _make_ahead(self, j: int) -> Ahead:
         if self.lookahead == "displacement":
             return ByDisplacement()
+        if self.lookahead == "lead":
+            return Lead(self.schedule.delay(j) / self.accumulate)
         assert self._factor is not None
         return ByMomentum(self._factor)
 

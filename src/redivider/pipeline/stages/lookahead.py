@@ -13,7 +13,10 @@ forward and backward run by weights that are nearer to each other.
       SGD          p = w0 - lr (m + m^2 + ... + m^n) v     v: momentum buffer, m: momentum factor
       Adam         as SGD with v the first moment, over the root of the second moment
 
-Chen et al. 2018 (SpecTrain) keep the velocity constant, as the displacement does.
+    lead           forwards by w0; instead every update adds a (d - d of the update before)
+
+Chen et al. 2018 (SpecTrain) keep the velocity constant, as the displacement does. The lead is of
+Zmushko et al. 2026.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOOKAHEADS = (None, "momentum", "displacement")
+LOOKAHEADS = (None, "momentum", "displacement", "lead")
 
 
 def verify_lookahead(optimizer: torch.optim.Optimizer) -> None:
@@ -56,7 +59,10 @@ class Prediction:
 
 
 class Ahead(ABC):
-    """Predictor of a stage's weights."""
+    """Correction for gradients that come late: predicted weights, or other updates."""
+
+    changes_updates = False
+    """Whether weights change after a step of the optimizer."""
 
     @abstractmethod
     def predict(self, optimizer: torch.optim.Optimizer, first: int, num: int) -> Prediction:
@@ -102,6 +108,46 @@ class ByDisplacement(Ahead):
         yield
         torch._foreach_mul_(displacements, -1)
         torch._foreach_add_(displacements, params)
+
+    def state_dict(self, names: dict[int, str]) -> dict[str, Tensor]:
+        return {names[id(param)]: tensor for param, tensor in self._displacements.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
+        self._displacements = {params[name]: t.to(params[name]) for name, t in state.items()}
+
+
+class Lead(Ahead):
+    """Updates that go further where the last one has grown.
+
+    Args:
+        late: Updates by which gradients come late.
+    """
+
+    changes_updates = True
+
+    def __init__(self, late: float) -> None:
+        self._factor = late + min(late, 1.0) if late <= 2 else late
+        self._displacements: dict[Tensor, Tensor] = {}
+
+    def predict(self, optimizer: torch.optim.Optimizer, first: int, num: int) -> Prediction:
+        return Prediction(num, {})
+
+    @contextmanager
+    def watching(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        before = [param.detach().clone() for param in params]
+        yield
+        displacements = torch._foreach_sub(params, before)
+        if len(self._displacements) < len(params):  # the first update
+            self._displacements = dict(zip(params, displacements, strict=True))
+            return
+        last = [self._displacements[param] for param in params]
+        growth = torch._foreach_sub(displacements, last)
+        fault: Tensor | None = getattr(optimizer, "found_inf", None)
+        if fault is not None:  # a step that was skipped leads nowhere
+            torch._foreach_mul_(growth, (fault == 0).to(growth[0].dtype))
+        torch._foreach_add_(params, growth, alpha=self._factor)
+        torch._foreach_copy_(last, displacements)
 
     def state_dict(self, names: dict[int, str]) -> dict[str, Tensor]:
         return {names[id(param)]: tensor for param, tensor in self._displacements.items()}

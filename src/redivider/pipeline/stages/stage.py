@@ -229,7 +229,8 @@ class Stage:
         """Step the optimizer, and cast the new weights for autocast."""
         casts = [cast for unit in self.units for cast in unit.weights.casts.values()]
         copies = {weight: copy for cast in casts for weight, copy in cast.copies.items()}
-        if len(copies) < sum(len(cast.copies) for cast in casts):
+        changes = self.ahead is not None and self.ahead.changes_updates
+        if changes or len(copies) < sum(len(cast.copies) for cast in casts):
             copies = {}  # a weight with two copies; a compiled update casts to one only
         compiled = self.compiled_update
         with nullcontext() if self.ahead is None else self.ahead.watching(optimizer):
