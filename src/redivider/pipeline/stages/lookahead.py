@@ -81,11 +81,21 @@ class Ahead(ABC):
         """Load a state of `state_dict`."""
 
 
-class ByDisplacement(Ahead):
-    """Prediction by the last displacement of the weights."""
+class WithDisplacements(Ahead):
+    """Correction that needs what the last update added to every weight."""
 
     def __init__(self) -> None:
         self._displacements: dict[Tensor, Tensor] = {}
+
+    def state_dict(self, names: dict[int, str]) -> dict[str, Tensor]:
+        return {names[id(param)]: tensor for param, tensor in self._displacements.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
+        self._displacements = {params[name]: t.to(params[name]) for name, t in state.items()}
+
+
+class ByDisplacement(WithDisplacements):
+    """Prediction by the last displacement of the weights."""
 
     def predict(self, optimizer: torch.optim.Optimizer, first: int, num: int) -> Prediction:
         moved = [param for param in self._displacements if param.requires_grad]
@@ -109,14 +119,8 @@ class ByDisplacement(Ahead):
         torch._foreach_mul_(displacements, -1)
         torch._foreach_add_(displacements, params)
 
-    def state_dict(self, names: dict[int, str]) -> dict[str, Tensor]:
-        return {names[id(param)]: tensor for param, tensor in self._displacements.items()}
 
-    def load_state_dict(self, state: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
-        self._displacements = {params[name]: t.to(params[name]) for name, t in state.items()}
-
-
-class Lead(Ahead):
+class Lead(WithDisplacements):
     """Updates that go further where the last one has grown.
 
     Args:
@@ -126,8 +130,8 @@ class Lead(Ahead):
     changes_updates = True
 
     def __init__(self, late: float) -> None:
+        super().__init__()
         self._factor = late + min(late, 1.0) if late <= 2 else late
-        self._displacements: dict[Tensor, Tensor] = {}
 
     def predict(self, optimizer: torch.optim.Optimizer, first: int, num: int) -> Prediction:
         return Prediction(num, {})
@@ -148,12 +152,6 @@ class Lead(Ahead):
             torch._foreach_mul_(growth, (fault == 0).to(growth[0].dtype))
         torch._foreach_add_(params, growth, alpha=self._factor)
         torch._foreach_copy_(last, displacements)
-
-    def state_dict(self, names: dict[int, str]) -> dict[str, Tensor]:
-        return {names[id(param)]: tensor for param, tensor in self._displacements.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor], params: Mapping[str, Tensor]) -> None:
-        self._displacements = {params[name]: t.to(params[name]) for name, t in state.items()}
 
 
 class ByMomentum(Ahead):
