@@ -12,6 +12,8 @@ INSTALL := python -m pip install --disable-pip-version-check --no-compile -c con
 # One more than there are cores: some tests wait for processes.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 PYTEST := python -m pytest -n $(WORKERS) --dist worksteal
+# Bytecode that is kept saves seconds in every process that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
 TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 

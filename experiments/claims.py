@@ -41,7 +41,7 @@ def short(method: Method, microbatch: int = 64, accumulate: int = 2, **changes: 
     if changes.get("optimizer"):
         suffixes.append(changes["optimizer"])
     if changes.get("lookahead"):
-        suffixes.append("ahead" if changes["lookahead"] == "momentum" else changes["lookahead"])
+        suffixes.append(changes["lookahead"])
     if changes.get("latency", 1) != 1:
         suffixes.append(f"latency-{changes['latency']}")
     if "stages" in changes:
@@ -71,17 +71,10 @@ def short(method: Method, microbatch: int = 64, accumulate: int = 2, **changes: 
 
 
 def by_muon(method: Method, **changes: Any) -> Recipe:
-    """Return the same with Muon for all filters but the stem's, SGD for the rest, and a cosine."""
-    settings: dict[str, Any] = {
-        "optimizer": "muon",
-        "lr": 0.05,
-        "momentum": 0.6,
-        "weight_decay": 0.01,
-        "muon_scale": "spectral",
-        "muon_rest": "sgd",
-        "schedule": "cosine",
-        "warmup": 1.0,
-    }
+    """Return the same with the optimizer and the schedule of the best recipe for RevNet-18."""
+    best = get_recipe("revnet18-cifar10-best")
+    names = ("optimizer", "lr", "momentum", "muon_scale", "muon_rest", "weight_decay")
+    settings = {name: getattr(best, name) for name in (*names, "warmup", "schedule")}
     return short(method, **{**settings, **changes})
 
 
@@ -106,6 +99,22 @@ def _full() -> Iterator[Claim]:
         )
 
 
+def _muon_runs(
+    rates: dict[str, float], microbatch: int, accumulate: int
+) -> dict[str, dict[str, Any]]:
+    """Return runs by Muon: backprop, and PETRA at both latencies and with look-ahead."""
+    muon: dict[str, Any] = {"optimizer": "muon", "momentum": 0.95, **rates}
+    sizes = {"microbatch": microbatch, "accumulate": accumulate}
+    petra = {**muon, "method": "petra", "stages": 8, **sizes}
+    name = f"petra-{microbatch}x{accumulate}-8-stages-muon"
+    return {
+        "store-muon": {**muon, "method": "store"},
+        name: petra,
+        f"{name}-latency-0.5": {**petra, "latency": 0.5},
+        f"{name}-displacement": {**petra, "lookahead": "displacement"},
+    }
+
+
 def _transformers() -> Iterator[Claim]:
     backprop: dict[str, dict[str, Any]] = {
         method: {"method": method} for method in ("store", "overlap")
@@ -124,6 +133,7 @@ def _transformers() -> Iterator[Claim]:
         "petra-8-stages": {**petra, **careful, "stages": 8},
         "petra-4x32-8-stages": {**smallest, **careful},
         "petra-4x32-8-stages-plain": smallest,
+        **_muon_runs({"lr": 1e-3, "muon_rest_lr": 2.5e-4}, 8, 16),
     }
     yield Claim(
         "vit",
@@ -144,6 +154,8 @@ def _transformers() -> Iterator[Claim]:
         "petra-2x16-8-stages": {**small, **careful, "stages": 8},
         "petra-1x32-8-stages": {**smallest, **careful},
         "petra-1x32-8-stages-plain": smallest,
+        "petra-1x32-8-stages-lead": {**smallest, "lookahead": "lead"},
+        **_muon_runs({"lr": 2e-3, "muon_rest_lr": 5e-4}, 1, 32),
     }
     yield Claim(
         "gpt",
@@ -164,6 +176,7 @@ def _transformers() -> Iterator[Claim]:
 
 _LATENCIES: tuple[tuple[Method, float], ...] = (("store", 1), ("petra", 1), ("petra", 0.5))
 _FASTEST: dict[Method, dict[str, Any]] = {"store": {}, "petra": {"stages": 2}}
+_AHEAD = (None, "displacement")
 _RATES: tuple[dict[str, Any], ...] = ({}, {"lr": 0.025}, {"lr": 0.0125})
 CLAIMS = (
     *_full(),
@@ -203,7 +216,7 @@ CLAIMS = (
         tuple(
             short("petra", size, 128 // size, lookahead=ahead)
             for size in (64, 16)
-            for ahead in (None, "momentum", "displacement")
+            for ahead in (None, "displacement", "lead")
         ),
     ),
     Claim(
@@ -224,7 +237,7 @@ CLAIMS = (
         "what slow links cost in accuracy, and what half ticks gain",
         (
             *(short("petra", latency=ticks) for ticks in (0.5, 1, 2, 4)),
-            short("petra", latency=0.5, lookahead="momentum"),
+            short("petra", latency=0.5, lookahead="displacement"),
         ),
     ),
     Claim(
@@ -237,7 +250,10 @@ CLAIMS = (
         "smaller steps win back what delay costs, but cost something themselves",
         (
             *(short(method, **changes) for changes in _RATES for method in ("petra", "store")),
-            *(short("petra", lr_by_delay=True, lookahead=ahead) for ahead in (None, "momentum")),
+            *(
+                short("petra", lr_by_delay=True, lookahead=ahead)
+                for ahead in (None, "displacement")
+            ),
         ),
     ),
     Claim(

@@ -149,7 +149,7 @@ SETTINGS: dict[str, Callable[[], str]] = {
     ),
     **{f"pipeline {m}": partial(train_pipeline, method=m, accumulate=2) for m in METHODS},
     "pipeline fixed, latency 2": lambda: train_pipeline(arithmetic="fixed", latency=2),
-    "pipeline look-ahead": lambda: train_pipeline(lookahead="momentum", lr_by_delay=True),
+    "pipeline look-ahead": lambda: train_pipeline(lookahead=True, lr_by_delay=True),
     "pipeline clipped over all": lambda: train_pipeline(clip_norm=0.5, clip_over="all"),
     "pipeline int8 messages": lambda: train_pipeline(message_dtype=torch.int8, stages="auto"),
     "pipeline resumed": lambda: resume(accumulate=3),

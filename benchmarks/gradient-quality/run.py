@@ -18,7 +18,7 @@ from redivider.pipeline.diagnostics.probe import Probe
 WIDTH, STAGES, BATCH, TICKS = 64, 10, 16, 600
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "look-ahead": {"lookahead": "momentum"},
+    "look-ahead": {"lookahead": True},
     "rates by delay": {"lr_by_delay": True},
 }
 

@@ -29,7 +29,7 @@ def test_three_processes(backend, tmp_path):
         {},
         {"latency": 0.5},
         {"latency": [0.5, 2, 1], "accumulate": 2, "stages": 4, "share_loss": True},
-        {"latency": 1.5, "stages": 5, "accumulate": 3, "lookahead": "momentum"},
+        {"latency": 1.5, "stages": 5, "accumulate": 3, "lookahead": True},
         {"clip_norm": 0.05, "clip_over": "all", "stages": 4},
         {"lookahead": "displacement", "accumulate": 2},
     ]

@@ -38,7 +38,7 @@ def test_two_processes(backend, tmp_path):
         {"accumulate": 3, "latency": 2},
         {"stages": [1, 2, 3, 1, 2], "accumulate": 3, "latency": 3},
         {"arithmetic": "fixed", "clip_norm": 0.5, "clip_over": "all"},
-        {"lookahead": "momentum", "latency": 2, "lr_by_delay": True},
+        {"lookahead": True, "latency": 2, "lr_by_delay": True},
         {"message_dtype": torch.bfloat16, "stages": [3, 6]},  # the mask travels, and is not rounded
         {"message_dtype": torch.int8, "stages": 5},
     ]

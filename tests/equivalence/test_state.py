@@ -46,13 +46,13 @@ def test_the_next_12_ticks_are_equal_to_the_last_bit(method, at, tmp_path):
     [
         {"arithmetic": "fixed"},
         {"latency": 3, "optimizer": "adamw"},
-        {"latency": 0.5, "optimizer": "muon", "lookahead": "displacement"},
+        {"latency": 0.5, "optimizer": "muon", "lookahead": True},
         {"accumulate": 1, "lookahead": "lead"},
         {"clip_norm": 0.1, "clip_over": "all", "optimizer": "adamw"},
-        {"lookahead": "momentum"},
-        {"lookahead": "momentum", "accumulate": 1, "optimizer": "adamw"},
-        {"lookahead": "momentum", "method": "delayed-graph", "accumulate": 1},
-        {"lookahead": "momentum", "method": "approximate-input", "arithmetic": "fixed"},
+        {"lookahead": True},
+        {"lookahead": True, "accumulate": 1, "optimizer": "adamw"},
+        {"lookahead": True, "method": "delayed-graph", "accumulate": 1},
+        {"lookahead": True, "method": "approximate-input", "arithmetic": "fixed"},
     ],
 )
 def test_with_every_option(options, tmp_path):

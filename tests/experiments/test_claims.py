@@ -9,6 +9,7 @@ from reproduce import choose
 
 from redivider.train.errors import TrainError
 from redivider.train.recipe import Recipe
+from redivider.train.recipes import get_recipe
 
 
 def test_names_are_those_of_folders_and_of_one_claim_each():
@@ -55,6 +56,17 @@ def test_backprop_and_petra_by_muon_differ_in_nothing_else():
         assert any(plain == replace(other, name="one") for other in runs)
 
 
+def test_the_best_recipes_are_runs_of_claims():
+    """Their results are those of docs/reproduction.md."""
+    for recipe, claim, name in [
+        ("revnet18-cifar10-best", "muon", "petra-64x2-muon-latency-0.5-lr-0.05"),
+        ("rev_gpt_small-text-best", "gpt", "petra-1x32-8-stages-muon-latency-0.5"),
+    ]:
+        run = next(run for run in get_claim(claim).runs if run.name == name)
+        best = get_recipe(recipe)
+        assert replace(run, name="x", milestones=(), evaluate_every=1.0) == replace(best, name="x")
+
+
 def test_the_full_runs_are_those_of_the_paper():
     for run in get_claim("revnet18").runs:
         assert (run.epochs, run.milestones, run.warmup) == (300, (150, 225), 5)
@@ -65,7 +77,7 @@ def test_the_full_runs_are_those_of_the_paper():
 
 def test_names_of_runs_say_what_is_other_than_usual():
     assert short("petra").name == "petra-64x2"
-    assert short("petra", 16, 8, lookahead="momentum").name == "petra-16x8-ahead"
+    assert short("petra", 16, 8, lookahead="lead").name == "petra-16x8-lead"
     assert short("petra", latency=4).name == "petra-64x2-latency-4"
     assert short("petra", stages=4).name == "petra-64x2-stages-4"
     assert short("store", lr=0.025).name == "store-64x2-lr-0.025"
@@ -84,6 +96,8 @@ def test_names_of_transformers_say_how_they_are_trained(name):
         has_betas = is_careful or run.name == "store-betas"
         assert run.betas == ((0.5, 0.95) if has_betas else usual.betas)
         assert run.stages == (8 if "8-stages" in run.name else "auto")
+        assert run.optimizer == ("muon" if "muon" in run.name else "adamw")
+        assert run.latency == (0.5 if "latency-0.5" in run.name else 1)
         if size := re.search(r"(\d+)x(\d+)", run.name):
             assert [run.microbatch, run.accumulate] == [*map(int, size.groups())]
 

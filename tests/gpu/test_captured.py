@@ -152,11 +152,11 @@ def test_compiled(tmp_path, monkeypatch):
     [
         {"clip_norm": 0.1},
         {"clip_norm": 0.2, "clip_over": "all"},
-        {"lookahead": "momentum"},
+        {"lookahead": True},
         {"method": "dsp"},
         {"latency": 2},
         {"latency": 0.5},
-        {"latency": 1.5, "lookahead": "momentum"},
+        {"latency": 1.5, "lookahead": True},
         {"latency": 0.5, "clip_norm": 0.2, "clip_over": "all"},
     ],
     ids=str,

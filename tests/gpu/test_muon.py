@@ -9,7 +9,12 @@ from torch import nn
 
 import redivider as rd
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the compiler's own
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+]
 
 
 def network():
@@ -72,6 +77,11 @@ def test_a_captured_step_is_an_eager_one(rest):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+def by_muon(stage):
+    """Return Muon with a rate as captured ticks have it: bf16 makes large errors of small ones."""
+    return rd.Muon(stage, torch.tensor(0.02, device="cuda"), weight_decay=0.1)
+
+
 @pytest.mark.parametrize("changes", [{}, {"latency": 0.5, "accumulate": 2}, {"clip_norm": 0.1}])
 @pytest.mark.parametrize("compiles", [False, True])
 def test_captured_ticks_are_eager_ones(compiles, changes):
@@ -82,7 +92,7 @@ def test_captured_ticks_are_eager_ones(compiles, changes):
             net,
             stages=3,
             loss=F.cross_entropy,
-            optimizer=lambda stage: rd.Muon(stage, 0.02, weight_decay=0.1),
+            optimizer=by_muon,
             lr_lambda=lambda update: 1 / (1 + 0.05 * update),
             capture=capture,
             **changes,
@@ -94,4 +104,4 @@ def test_captured_ticks_are_eager_ones(compiles, changes):
         pipe.flush()
         results.append([loss for loss in losses if loss is not None] + list(net.parameters()))
     for eager, captured in zip(*results, strict=True):
-        assert torch.allclose(eager, captured, rtol=1e-4, atol=1e-5)
+        assert torch.equal(eager, captured)

@@ -36,11 +36,11 @@ def test_two_ranks(tmp_path):
         {"accumulate": 3, "latency": 2},
         {"stages": [1, 2, 3, 1, 2], "accumulate": 3, "latency": 3},
         {"arithmetic": "fixed", "clip_norm": 0.5, "clip_over": "all"},
-        {"lookahead": "momentum", "latency": 2, "lr_by_delay": True},
+        {"lookahead": True, "latency": 2, "lr_by_delay": True},
         {"message_dtype": torch.bfloat16, "stages": [3, 6]},
         {"message_dtype": torch.int8, "stages": 5},
         {"latency": 0.5, "accumulate": 3},
-        {"latency": 1.5, "stages": 5, "lookahead": "momentum"},
+        {"latency": 1.5, "stages": 5, "lookahead": True},
     ]
     equalities.compare(settings, 2, "nccl", tmp_path)
 
@@ -154,7 +154,7 @@ def test_captured_ticks(backend, tmp_path):
         {},
         {"latency": 0.5, "accumulate": 2},
         {"latency": 2, "stages": 5, "clip_norm": 0.05, "clip_over": "all"},
-        {"latency": [0.5, 1, 1.5], "stages": 4, "lookahead": "momentum", "share_loss": True},
+        {"latency": [0.5, 1, 1.5], "stages": 4, "lookahead": True, "share_loss": True},
     ]
     equalities.compare_captured(settings, 3, backend, tmp_path)
 

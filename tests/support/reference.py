@@ -115,36 +115,17 @@ class Reference:
         return slots // 2 if slots % 2 == 0 and 0 <= slots // 2 < len(self.batches) else None
 
     def look_ahead(self, j, n):
-        """Return the stage's weights after the updates that come before the backward of n.
-
-        By "momentum" a copy of the optimizer makes them, with gradients of zero and no weight
-        decay; else the last displacement does, so many times.
-        """
-        units = {u: self.units[u] for u in self.stages[j]}
-        optimizer: Any = self.optimizers.get(j)
-        earlier = sum((m, j - 1) not in self.back for m in range(n))  # they come back before it
-        num = (self.counts[j] + earlier) // self.k if optimizer else 0
+        """Return weights moved on by the last displacement, once per update before the backward."""
         if self.lookahead == "lead":
             return self.weights[-1]
-        if self.lookahead == "displacement":
-            return {
-                u: {
-                    n: (p + num * (p - self.before[j].get((u, n), p))).detach()
-                    for n, p in inner(unit).named_parameters()
-                }
-                for u, unit in units.items()
-            }
-        units, optimizer = copy.deepcopy((units, optimizer))
-        for i in range(num):
-            for group, rate in zip(optimizer.param_groups, self.rates[j], strict=True):
-                group["lr"] = rate * self.lr_lambda(self.updates[j] + i)
-                group["weight_decay"] = 0.0
-                for param in group["params"]:
-                    param.grad = torch.zeros_like(param)
-            optimizer.step()
+        earlier = sum((m, j - 1) not in self.back for m in range(n))  # they come back before it
+        num = (self.counts[j] + earlier) // self.k if j in self.optimizers else 0
         return {
-            u: {n: p.detach() for n, p in inner(unit).named_parameters()}
-            for u, unit in units.items()
+            u: {
+                n: (p + num * (p - self.before[j].get((u, n), p))).detach()
+                for n, p in inner(self.units[u]).named_parameters()
+            }
+            for u in self.stages[j]
         }
 
     def take_back(self, j, n):

@@ -43,6 +43,7 @@ def count_lines(path: Path) -> int:
     return len(lines - strings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module, most",
     [("redivider.chain", 2000), ("redivider.pipeline.pipeline", 5000)],

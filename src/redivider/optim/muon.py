@@ -31,6 +31,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * sqrt(max(rows, columns)),
     "spectral": lambda rows, columns: sqrt(max(1.0, rows / columns)),
 }
+SETTINGS = ("momentum", "nesterov", "weight_decay", "scale")  # of a group, for `muon`
 RESTS: dict[str, dict[str, Any]] = {
     "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "capturable": False},
     "sgd": {"momentum": 0.9, "nesterov": True},
@@ -142,31 +143,9 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_muon(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        settings = {name: group[name] for name in SETTINGS}
         moments = self._state(params, "momentum_buffer")
-        rate, momentum = group["lr"], group["momentum"]
-        if self.found_inf is not None:
-            is_sound = self.found_inf == 0
-            rate = torch.where(is_sound, rate, 0.0)
-            pairs = zip(grads, moments, strict=True)
-            grads = [torch.where(is_sound, grad, moment) for grad, moment in pairs]
-        torch._foreach_lerp_(moments, grads, 1 - momentum)
-        steps = moments
-        if group["nesterov"]:
-            steps = list(torch._foreach_lerp(grads, moments, momentum))
-        if group["weight_decay"]:
-            torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
-        alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-        for param, step in zip(params, steps, strict=True):
-            matrix = step.flatten(1)
-            key = (matrix.shape, matrix.dtype, matrix.device)
-            alike.setdefault(key, []).append((param, matrix))
-        for (shape, _, _), members in alike.items():
-            batch = orthogonalise(torch.stack([matrix for _, matrix in members]))
-            batch = batch.to(members[0][1].dtype).mul_(rate * SCALES[group["scale"]](*shape))
-            weights = [param for param, _ in members]
-            pairs = zip(batch, weights, strict=True)
-            updates = [step.reshape(param.shape) for step, param in pairs]
-            torch._foreach_sub_(weights, updates)
+        muon(params, grads, moments, rate=group["lr"], found_inf=self.found_inf, **settings)
 
     def _step_adamw(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         if group["fused"] is None and group["foreach"] is None and _can_fuse(params):
@@ -234,6 +213,50 @@ class Muon(torch.optim.Optimizer):
             if name not in self.state[param]:
                 self.state[param][name] = torch.zeros_like(param)
         return [self.state[param][name] for param in params]
+
+
+def muon(
+    params: list[Tensor],
+    grads: list[Tensor],
+    moments: list[Tensor],
+    *,
+    rate: float | Tensor,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    scale: str,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Update matrices and their momenta; matrices of one shape are orthogonalised as one batch."""
+    if found_inf is not None:
+        is_sound = found_inf == 0
+        rate = torch.where(is_sound, rate, 0.0)
+        pairs = zip(grads, moments, strict=True)
+        grads = [torch.where(is_sound, grad, moment) for grad, moment in pairs]
+    torch._foreach_lerp_(moments, grads, 1 - momentum)
+    steps = torch._foreach_lerp(grads, moments, momentum) if nesterov else moments
+    if weight_decay:
+        torch._foreach_mul_(params, 1 - rate * weight_decay)
+    alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    for param, step in zip(params, steps, strict=True):
+        matrix = step.permute(_order(param)).flatten(1)
+        key = (matrix.shape, matrix.dtype, matrix.device)
+        alike.setdefault(key, []).append((param, matrix))
+    for (shape, _, _), members in alike.items():
+        batch = orthogonalise(torch.stack([matrix for _, matrix in members]))
+        batch = batch.to(members[0][1].dtype).mul_(rate * SCALES[scale](*shape))
+        # Views in the order of memory, so that nothing is copied.
+        weights = [param.permute(_order(param)) for param, _ in members]
+        updates = [step.view(weight.shape) for step, weight in zip(batch, weights, strict=True)]
+        torch._foreach_sub_(weights, updates)
+
+
+def _order(param: Tensor) -> list[int]:
+    """Return the dimensions in the order of memory, rows first.
+
+    Columns of a matrix may have any order. That of memory spares filters in channels_last a copy.
+    """
+    return [0, *sorted(range(1, param.ndim), key=param.stride, reverse=True)]
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from redivider.pipeline.stages.lookahead import LOOKAHEADS, verify_lookahead
+from redivider.pipeline.stages.lookahead import LOOKAHEADS
 from redivider.pipeline.stages.stage import Stage
 
 EXAMPLE = "lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1)"
@@ -38,11 +38,8 @@ def verify_arguments(
         raise ValueError(f"clip_norm must be None or a number above 0, got {clip_norm!r}")
     if clip_over not in ("stage", "all"):
         raise ValueError(f'clip_over must be "stage" or "all", got {clip_over!r}')
-    if not isinstance(lookahead, bool) and lookahead not in LOOKAHEADS:
-        raise ValueError(
-            'lookahead must be True, False, "displacement", "lead" or "momentum", got '
-            f"{lookahead!r}"
-        )
+    if not isinstance(lookahead, bool | str | None) or lookahead not in LOOKAHEADS:
+        raise ValueError(f'lookahead must be True, False or "lead", got {lookahead!r}')
     if not callable(loss):
         raise TypeError(f"loss must be a function or module of (output, target), got {loss!r}")
     if lr_lambda is not None and not callable(lr_lambda):
@@ -62,13 +59,12 @@ def _is_half_ticks(latency: float) -> bool:
     return 0 < latency < inf and (2 * latency).is_integer()
 
 
-def verify_optimizer(optimizer: Any, stage: Stage, *, lookahead: str | None) -> None:
+def verify_optimizer(optimizer: Any, stage: Stage) -> None:
     """Refuse an optimizer that cannot train its stage.
 
     Args:
         optimizer: Result of the caller's function.
         stage: The stage that the function was called for.
-        lookahead: How weights are predicted, if they are.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -87,5 +83,3 @@ def verify_optimizer(optimizer: Any, stage: Stage, *, lookahead: str | None) -> 
             f"the optimizer made for stage {stage.index} has {len(others)} parameters that are not "
             f"of that stage; make it of the stage that is passed in: {EXAMPLE}"
         )
-    if lookahead == "momentum":
-        verify_lookahead(optimizer)

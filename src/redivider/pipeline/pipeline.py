@@ -33,7 +33,7 @@ from redivider.pipeline.runners.tick_context import EagerTick, TickContext
 from redivider.pipeline.runners.transport import InProcess, TickTransport, Transport
 from redivider.pipeline.schedule import Action, Schedule, resolve_latency
 from redivider.pipeline.stages.compression import Packing
-from redivider.pipeline.stages.lookahead import Ahead, ByDisplacement, ByMomentum, Lead
+from redivider.pipeline.stages.lookahead import LOOKAHEADS, Ahead, ByDisplacement, Lead
 from redivider.pipeline.stages.loss import Loss
 from redivider.pipeline.stages.placement import (
     group_units,
@@ -75,17 +75,15 @@ class Pipeline:
             "delayed-graph", "exact-inverse" or "approximate-input".
         accumulate: Backward passes per update; their gradients are averaged.
         lr_lambda: Factor of the learning rate, as a function of the number of a stage's updates.
-            Without it the optimizers' own rates count, and the caller may set them at any time
-            (except with `lookahead="momentum"`, which must know future rates: then they stay
-            constant).
+            Without it the optimizers' own rates count, and the caller may set them at any time.
         lr_by_delay: Divide a stage's learning rate by 1 + the updates that its gradients are late.
         latency: Ticks that a message travels between neighbouring stages: a multiple of 0.5, or a
             list with one for every pair of neighbours. At 0.5 gradients are half as late as at 1,
             and a slow transfer or stage is not hidden.
-        lookahead: True, or "displacement", to run the forward by the weights that the last update
-            predicts for the time of the backward, with any optimizer; "momentum" for those that the
-            momentum of SGD, Adam or AdamW predicts; "lead" to let updates go further where they
-            grow. Needs two copies of the weights, or one, of every stage but the last.
+        lookahead: True to run the forward by the weights that the last update predicts for the time
+            of the backward, which helps SGD and Muon more than one update late. "lead" to let
+            updates go further where they grow, which helps AdamW less than one update late. Needs
+            two copies of the weights, or one, of every stage but the last.
         arithmetic: "float" or "fixed", as for a chain.
         message_dtype: Dtype of messages between stages: None to leave it, torch.bfloat16, or
             torch.int8 with a scale for every sample.
@@ -115,7 +113,7 @@ class Pipeline:
         lr_lambda: Callable[[int], float] | None = None,
         lr_by_delay: bool = False,
         latency: float | Sequence[float] = 1,
-        lookahead: Literal["momentum", "displacement", "lead"] | bool | None = None,
+        lookahead: Literal["displacement", "lead", "momentum"] | bool | None = None,
         arithmetic: str | Arithmetic = "float",
         message_dtype: torch.dtype | None = None,
         clip_norm: float | None = None,
@@ -145,10 +143,8 @@ class Pipeline:
         self.balance = balance_of(self._loads)
         self.latency = resolve_latency(latency, len(self.cut))
         self.schedule = Schedule(len(self.cut), self.latency)
-        self.lookahead = "displacement" if lookahead is True else lookahead or None
+        self.lookahead = LOOKAHEADS[lookahead]
         self._factor, self._lr_by_delay = lr_lambda, lr_by_delay
-        if lookahead == "momentum" and lr_lambda is None:
-            self._factor = lambda update: 1.0  # the next rates must be known
         self._clip = None if clip_norm is None else Clip(clip_norm, clip_over)
         verify_unshared(units, self.cut, loss)
         self._unit_names, self._takes = list(units), takes_of(units.values())
@@ -167,7 +163,7 @@ class Pipeline:
             stage.module.zero_grad()  # gradients of the caller would count as a backward pass
             if any(param.requires_grad for param in stage.module.parameters()):
                 stage.optimizer = optimizer(stage.module)
-                verify_optimizer(stage.optimizer, stage, lookahead=self.lookahead)
+                verify_optimizer(stage.optimizer, stage)
                 if lr_by_delay:
                     late = self.schedule.delay(stage.index) / self.accumulate
                     stage.divide_rates(1 + late)
@@ -335,12 +331,9 @@ class Pipeline:
         return range(len(self.cut)), self.seed
 
     def _make_ahead(self, j: int) -> Ahead:
-        if self.lookahead == "displacement":
-            return ByDisplacement()
         if self.lookahead == "lead":
             return Lead(self.schedule.delay(j) / self.accumulate)
-        assert self._factor is not None
-        return ByMomentum(self._factor)
+        return ByDisplacement()
 
     def _stage(self, j: int) -> Stage:
         return self.stages[j - self._own.start]

@@ -57,8 +57,8 @@ class Recipe:
     """Seconds that a process waits for another one before the run ends."""
     latency: float = 1
     """Ticks that a message takes between stages, a multiple of 0.5."""
-    lookahead: Literal["momentum", "displacement", "lead"] | None = None
-    """Run the forwards of a pipeline with predicted weights."""
+    lookahead: Literal["displacement", "lead", "momentum"] | None = None
+    """Correct for late gradients: by predicted weights (displacement), or by a lead for AdamW."""
     lr_by_delay: bool = False
     """Divide the learning rate of each stage by 1 + the delay of its gradients in updates."""
     arithmetic: Literal["float", "fixed"] = "float"

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 
 from redivider.data import load
 
 
 def test_pixels_and_labels_are_those_of_the_package():
+    from sklearn.datasets import load_digits  # only here: the import takes seconds
+
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)

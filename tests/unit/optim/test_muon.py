@@ -149,6 +149,19 @@ def test_weights_in_bf16():
     assert torch.allclose(step, exact(net[0].weight.grad), atol=0.02)
 
 
+def test_the_order_of_memory_does_not_matter():
+    torch.manual_seed(0)
+    one = nn.Conv2d(6, 8, 3, bias=False).double()
+    other = copy.deepcopy(one).to(memory_format=torch.channels_last)
+    optimizers = [rd.Muon(layer, 0.02, weight_decay=0.1) for layer in (one, other)]
+    for number in range(3):
+        for layer, optimizer in zip((one, other), optimizers, strict=True):
+            set_grads(layer.parameters(), number)
+            optimizer.step()
+    assert torch.allclose(one.weight, other.weight, rtol=1e-12)
+    assert other.weight.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_nothing_to_orthogonalise_and_nothing_else():
     for net in (nn.LayerNorm(3), nn.Linear(3, 3, bias=False)):
         optimizer = rd.Muon(net, 0.02)

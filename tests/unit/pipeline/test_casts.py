@@ -210,7 +210,7 @@ def test_look_ahead_goes_without(monkeypatch):
     models = [network(), network()]
     losses = []
     for model in models:
-        losses.append(run(build(model, lookahead="momentum"), 30))
+        losses.append(run(build(model, lookahead=True), 30))
         uncast(monkeypatch)
     assert torch.equal(*losses)
 

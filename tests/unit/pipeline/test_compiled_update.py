@@ -23,7 +23,21 @@ OPTIMIZERS = {
     "adam": lambda p: Adam(p, lr=0.1, weight_decay=0.01, fused=True),
     "adamw": lambda p: AdamW(p, lr=0.1, betas=(0.8, 0.9), fused=True),
     "amsgrad": lambda p: AdamW(p, lr=0.1, amsgrad=True, maximize=True, fused=True),
+    "muon": lambda p: fused_muon(p, weight_decay=0.1),
+    "muon, plain": lambda p: fused_muon(p, nesterov=False, scale="spectral"),
+    "muon, sgd": lambda p: fused_muon(p, rest="sgd", weight_decay=0.1),
 }
+
+
+def fused_muon(params, **options):
+    """Return Muon for a matrix, a vector and a filter, as on a GPU."""
+    layers = nn.Linear(3, 4), nn.Conv1d(3, 2, 3)
+    layers[0].weight, layers[0].bias, layers[1].weight = params
+    layers[1].bias = None
+    optimizer = rd.Muon(nn.ModuleList(layers), 0.1, **options)
+    optimizer.param_groups[1]["fused"] = True
+    return optimizer
+
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,11 +79,12 @@ def test_steps_are_the_optimizers_own(optimizer):
     update = CompiledUpdate(backend="aot_eager")
     done = []
     # Adam counts its steps in float32, and here corrects its averages by powers in float32.
-    bound = 1e-12 if isinstance(mine, SGD) else 1e-6
+    bound = 1e-6 if optimizer in ("adam", "adamw", "amsgrad", "muon", "muon, plain") else 1e-12
     for number in range(5):
         fill_gradients(ours, theirs)
         for optim in (mine, plain):
-            optim.param_groups[0]["lr"] = 0.1 / (1 + number)
+            for group in optim.param_groups:
+                group["lr"] = 0.1 / (1 + number)
         with torch.no_grad():
             done.append(update.step(mine, copies))
         if not done[-1]:
@@ -85,7 +100,7 @@ def test_steps_are_the_optimizers_own(optimizer):
             assert value is None or same([mine.state[a][name]], [value], bound)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "amsgrad"])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "amsgrad", "muon", "muon, sgd"])
 def test_after_a_fault_no_weight_changes_whatever_the_gradients_are(optimizer):
     weights = parameters()
     mine: Any = OPTIMIZERS[optimizer](weights)

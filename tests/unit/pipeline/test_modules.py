@@ -257,7 +257,7 @@ def test_buffers_of_other_sizes_are_put_back(first):
 def test_look_ahead_sees_weights_that_somebody_changed(change):
     """Between two updates, where nothing that the pipeline counts has changed."""
     units = network(lambda: nn.Linear(6, 6))
-    pipe = build(units, lookahead="momentum", momentum=0.9, accumulate=4, stages=4)
+    pipe = build(units, lookahead=True, momentum=0.9, accumulate=4, stages=4)
     for x, target in batches(46)[:45]:
         pipe.step(x, target)
     stage = pipe.stages[0]

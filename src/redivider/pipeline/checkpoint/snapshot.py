@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from redivider.pipeline.checkpoint.files import StateError
+from redivider.pipeline.stages.lookahead import LOOKAHEADS
 from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.module_state import places_of_buffers
 from redivider.pipeline.stages.stage import Stage
@@ -56,6 +57,8 @@ def verify_snapshot(pipe: "Pipeline", state: Any) -> None:
         raise StateError(f"this is not a state of a pipeline in the format {FORMAT!r}")
     for key, mine in configuration(pipe).items():
         other = state["pipeline"][key]
+        if key == "lookahead":
+            other = LOOKAHEADS.get(other, other)  # an older state may have its former name
         if other != mine:
             raise StateError(f"the state is of another pipeline: its {key} is {other}, not {mine}")
     if state["cut"] != pipe.cut:

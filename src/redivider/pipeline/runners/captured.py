@@ -94,8 +94,6 @@ class Phase:
     entering: int
     """Micro-batch that entered while the phase was recorded."""
     updates: list[Stage]
-    ahead: list[tuple[int, int]]
-    """Updates of each stage before its forward, and number of updates that this looks ahead."""
     draws_on: torch.device | None
     """Device on which random numbers are drawn, if any are."""
     state: TickState
@@ -256,7 +254,7 @@ class CapturedRunner(Execution):
             unit: (stage, Ring([k.value for k in unit.kept.values()], min(unit.kept), slots))
             for (stage, unit), slots in zip(keeping, self._control.slots, strict=True)
         }
-        with self._host_unchanged(), self._control.supplying_coefficients():
+        with self._host_unchanged():
             start = TickState.of(pipe).clone()
             start.restore_to(pipe)
             for unit, (_, ring) in self._rings.items():
@@ -287,7 +285,6 @@ class CapturedRunner(Execution):
         pipe = self._pipe
         before = [stage.num_updates for stage in pipe.stages]
         self._recording.begin_phase(len(self._phases))
-        num_ahead = [stage.num_ahead for stage in pipe.stages]  # when the tick begins
         for stage in pipe.stages:
             stage.forget_prediction()
             if stage.optimizer is not None:
@@ -319,10 +316,8 @@ class CapturedRunner(Execution):
         updates = [
             stage for stage, num in zip(pipe.stages, before, strict=True) if stage.num_updates > num
         ]
-        done = [s in updates and pipe.schedule.runs_backward_first(s.index) for s in pipe.stages]
-        ahead = [(int(d), max(0, num - d)) for d, num in zip(done, num_ahead, strict=True)]
         state, draws_on = TickState.of(pipe), drawn[0] if drawn else None
-        return Phase(parts, tick.loss, tick.aux, entering, updates, ahead, draws_on, state)
+        return Phase(parts, tick.loss, tick.aux, entering, updates, draws_on, state)
 
     def _enter(self) -> None:
         """Copy everything in flight to where the first phase reads it."""
@@ -344,7 +339,7 @@ class CapturedRunner(Execution):
     def _replay(self, inputs: Any) -> Tick:
         pipe, phase, flight = self._pipe, self._phases[self._next], self._pipe.in_flight
         transport, t, entering = pipe.transport, flight.tick, flight.next
-        self._control.send_rates(phase.updates, phase.ahead)
+        self._control.send_rates(phase.updates)
         self._refresh_casts()
         flight.entered += 1
         x, target, side = inputs

@@ -4,25 +4,21 @@ A graph reads the same addresses at every replay. So these numbers lie in small 
 
     numbers   micro-batch of the loss | slot to fill, slot to read   for each ring buffer
               set by the host before the first tick, then counted by every graph
-    rates     learning rate of each group | NUM_AHEAD coefficients of each group's prediction
+    rates     learning rate of each group
               set by the host when they change
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from redivider.pipeline.stages.fused_optimizer import rate_dtype
-from redivider.pipeline.stages.lookahead import ByMomentum, coefficients, steps_done
 from redivider.pipeline.stages.stage import Stage
 
 if TYPE_CHECKING:
     from redivider.pipeline.pipeline import Pipeline
-
-NUM_AHEAD = 2  # coefficients of a group's prediction, at most
 
 
 class Control:
@@ -46,38 +42,12 @@ class Control:
         self.slots = numbers[1:].view(-1, 2)
         """Slot that the tick fills and slot that it reads, a row for each ring buffer."""
         groups = [group for stage in pipe.stages for group in stage.groups]
-        size = (1 + NUM_AHEAD) * len(groups)
-        self._rates = torch.zeros(size, dtype=rate_dtype(device), device=device)
+        self._rates = torch.zeros(len(groups), dtype=rate_dtype(device), device=device)
         self._sent: tuple[list[float], int] = [], -1
-        # Steps of the optimizer before the first update of its stage, by group.
-        self._extra_steps: dict[Stage, list[int]] = {}
         # Notes the initial rates in the groups, before tensors take their place.
-        self._compute_rates([], [(0, 0)] * len(pipe.stages))
-        self._group_rates = list(zip(groups, self._rates, strict=False))
+        self._compute_rates([])
+        self._group_rates = list(zip(groups, self._rates, strict=True))
         self._take_rates()
-        for stage in pipe.stages:
-            if isinstance(stage.ahead, ByMomentum) and stage.optimizer is not None:
-                done = steps_done(stage.optimizer)
-                if done is None:
-                    raise RuntimeError("parameters of a group have done different numbers of steps")
-                self._extra_steps[stage] = [steps - stage.num_updates for steps in done]
-
-    @contextmanager
-    def supplying_coefficients(self) -> Iterator[None]:
-        """Make stages predict with the coefficients that the host sends."""
-        stages = self._pipe.stages
-        num_groups = sum(len(stage.groups) for stage in stages)
-        rows = iter(self._rates[num_groups:].view(-1, NUM_AHEAD))
-        for stage in stages:
-            own_rows = [list(next(rows)) for _ in stage.groups]
-            if isinstance(stage.ahead, ByMomentum):
-                stage.ahead.coefficients = own_rows
-        try:
-            yield
-        finally:
-            for stage in stages:
-                if isinstance(stage.ahead, ByMomentum):
-                    stage.ahead.coefficients = None
 
     def start(self, microbatch: int, slots: Sequence[int], sizes: Sequence[int]) -> None:
         """Set the numbers of the last tick before the next one, from which ticks count.
@@ -96,18 +66,16 @@ class Control:
         if self._sizes.numel():
             self._numbers[1:].remainder_(self._sizes)
 
-    def send_rates(self, due: Sequence[Stage], ahead: Sequence[tuple[int, int]]) -> None:
+    def send_rates(self, due: Sequence[Stage]) -> None:
         """Fill the learning rates before the next launch, without waiting for the device.
 
         Args:
             due: Stages that update in this tick.
-            ahead: Updates of each stage before its forward in this tick, and number of updates that
-                the forward looks ahead.
         """
         if self._pipe._factor is None:
             self._take_rates()
             return
-        rates = self._compute_rates(due, ahead)
+        rates = self._compute_rates(due)
         if (rates, self._rates._version) != self._sent:  # a caller may have set a rate in place
             _send(rates, self._rates)
             self._sent = rates, self._rates._version
@@ -118,25 +86,15 @@ class Control:
             if group["lr"] is not rate:
                 group["lr"] = rate.fill_(group["lr"])
 
-    def _compute_rates(self, due: Sequence[Stage], ahead: Sequence[tuple[int, int]]) -> list[float]:
-        """Return all learning rates, then all coefficients of predictions.
-
-        A stage that does not update in this tick keeps the rate of its last update.
-        """
+    def _compute_rates(self, due: Sequence[Stage]) -> list[float]:
+        """Return all learning rates; a stage that does not update keeps that of its last update."""
         rates: list[float] = []
-        predictions: list[list[float]] = []
         if self._pipe._factor is None:
-            return []  # the caller sets them
-        for stage, (before, num) in zip(self._pipe.stages, ahead, strict=True):
+            return rates  # the caller sets them
+        for stage in self._pipe.stages:
             update = max(0, stage.num_updates - (stage not in due))
             rates += stage.rates(self._pipe._factor(update))
-            rows: list[list[float]] = [[] for _ in stage.groups]
-            if num and stage.optimizer is not None and isinstance(stage.ahead, ByMomentum):
-                first = stage.num_updates + before
-                done = [extra + first for extra in self._extra_steps[stage]]
-                rows = coefficients(stage.optimizer, stage.ahead.factors(first, num), done)
-            predictions += [(row + [0.0] * NUM_AHEAD)[:NUM_AHEAD] for row in rows]
-        return [*rates, *(number for row in predictions for number in row)]
+        return rates
 
 
 def _send(values: Sequence[float], target: Tensor) -> None:

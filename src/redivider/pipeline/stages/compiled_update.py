@@ -15,6 +15,8 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from redivider.compile import own_code
+from redivider.optim.muon import SETTINGS as MUON_SETTINGS
+from redivider.optim.muon import Muon, muon
 from redivider.pipeline.stages.fused_optimizer import has_hooks, rate_dtype
 from redivider.pipeline.stages.gradients import widen
 
@@ -25,7 +27,7 @@ ADAM_SETTINGS = ("betas", "weight_decay", "eps", "amsgrad", "maximize", "decoupl
 
 
 class CompiledUpdate:
-    """Compiled steps of SGD, Adam and AdamW; parameter groups of equal signature share a graph.
+    """Compiled steps of SGD, Adam, AdamW and Muon; groups of equal signature share a graph.
 
     Args:
         options: Options of `torch.compile`.
@@ -94,6 +96,8 @@ def _plan(optimizer: Optimizer, group: Group) -> Any:
     elif type(optimizer) in (Adam, AdamW):
         names = ["exp_avg", "exp_avg_sq", "step", *["max_exp_avg_sq"] * group["amsgrad"]]
         settings, run = ADAM_SETTINGS, _adam
+    elif type(optimizer) is Muon:
+        names, settings, run = _MUON_KINDS[group["kind"]]
     else:
         return None
     lists = [weights, [weight.grad for weight in weights]]
@@ -138,7 +142,53 @@ def _adam(weights: Any, grads: Any, moments: Any, squares: Any, steps: Any, *res
         torch._foreach_copy_(copies, cast)
 
 
+def _muon(
+    weights: Any,
+    grads: Any,
+    moments: Any,
+    cast: Any,
+    copies: Any,
+    rate: Any,
+    fault: Any,
+    settings: Any,
+) -> None:
+    muon(weights, grads, moments, rate=rate, found_inf=fault, **settings)
+    if copies:
+        torch._foreach_copy_(copies, cast)
+
+
+def _muon_sgd(
+    weights: Any,
+    grads: Any,
+    moments: Any,
+    cast: Any,
+    copies: Any,
+    rate: Any,
+    fault: Any,
+    settings: Any,
+) -> None:
+    if settings["weight_decay"]:
+        decay = torch.where(fault == 0, rate, 0) * settings["weight_decay"]
+        torch._foreach_mul_(weights, 1 - decay)
+    settings = {**settings, "weight_decay": 0.0, "dampening": 0.0, "maximize": False}
+    _sgd(weights, grads, moments, cast, copies, rate, fault, settings)
+
+
+def _muon_adamw(*lists: Any) -> None:
+    *others, settings = lists
+    fixed = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+    _adam(*others, {**settings, **fixed})
+
+
 def _zero_on_fault(fault: Tensor, grads: list[Tensor], rate: Tensor) -> tuple[list[Tensor], Tensor]:
     """Zero the gradients and the rate after a fault, so that the step changes no weight."""
     is_sound = fault == 0
     return [torch.where(is_sound, grad, 0) for grad in grads], torch.where(is_sound, rate, 0)
+
+
+# By the kind of a group of Muon: names in the state of a parameter, settings, and the step.
+_MUON_KINDS: dict[str, tuple[list[str], tuple[str, ...], Callable[..., None]]] = {
+    "muon": (["momentum_buffer"], MUON_SETTINGS, _muon),
+    "sgd": (["momentum_buffer"], ("momentum", "nesterov", "weight_decay"), _muon_sgd),
+    "adamw": (["exp_avg", "exp_avg_sq", "step"], ("betas", "weight_decay", "eps"), _muon_adamw),
+}

@@ -270,7 +270,7 @@ class Stage:
             self.forget_prediction()  # free its memory before the new one is allocated
             prediction = Prediction(0, {})
             if num:
-                prediction = self.ahead.predict(self.optimizer, self.num_updates, num)
+                prediction = self.ahead.predict(num)
             self._predicted = (key, prediction)
         return prediction
 

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from redivider.errors import did_you_mean
 from redivider.train.errors import TrainError
 from redivider.train.recipe import Recipe
-from redivider.train.recipes import petra, quickstart, transformers
+from redivider.train.recipes import best, petra, quickstart, transformers
 
 _FACTORIES: list[Callable[[], Recipe]] = [
     *quickstart.RECIPES,
     *petra.RECIPES,
     *transformers.RECIPES,
+    *best.RECIPES,
 ]
 RECIPES = {factory().name: factory for factory in _FACTORIES}
 

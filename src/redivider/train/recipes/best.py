@@ -1,0 +1,50 @@
+"""Best known settings: PETRA about as accurate as backprop, by Muon and half the delay.
+
+docs/reproduction.md has their results, beside those of backprop with the same optimizer.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from redivider.train.recipe import Recipe
+from redivider.train.recipes.petra import table2
+from redivider.train.recipes.transformers import text
+
+
+def revnet18() -> Recipe:
+    """Return a recipe for 20 epochs of CIFAR-10; for more, set epochs alone."""
+    return replace(
+        table2("revnet18", "cifar10", "petra"),
+        name="revnet18-cifar10-best",
+        latency=0.5,
+        epochs=20,
+        optimizer="muon",
+        lr=0.05,
+        momentum=0.6,
+        muon_scale="spectral",
+        muon_rest="sgd",
+        weight_decay=0.01,
+        warmup=1,
+        schedule="cosine",
+        milestones=(),
+        precision="bf16",
+    )
+
+
+def gpt() -> Recipe:
+    """Return a recipe for one epoch of a text of about 20 MB, with 32,768 bytes in an update."""
+    return replace(
+        text("rev_gpt_small", 1024, 1, 2e-3),
+        name="rev_gpt_small-text-best",
+        method="petra",
+        stages=8,
+        accumulate=32,
+        latency=0.5,
+        epochs=1,
+        optimizer="muon",
+        momentum=0.95,
+        muon_rest_lr=5e-4,
+    )
+
+
+RECIPES: list[Callable[[], Recipe]] = [revnet18, gpt]
