@@ -108,13 +108,60 @@ def draw_curves(name: str, line: tuple[float, str] | None = None) -> None:
         height, text = line
         axis.axhline(height, color="tab:gray", linestyle=":", linewidth=1, label=text)
     if is_loss:
-        axis.set(xlabel="epochs", ylabel="test loss (nats a byte)", ylim=(2, 4.5))
+        axis.set(xlabel="epochs", ylabel="test loss (nats a byte)", ylim=(1, 4.5))
     else:
         axis.set(xlabel="epochs", ylabel="test accuracy (%)")
     if max(axis.get_xlim()) > 5:
         axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, name)
+
+
+def draw_muon(images: list[Row], text: list[Row]) -> None:
+    """Draw backprop and PETRA, by the usual optimizer and by Muon: RevNet-18 and Rev-GPT."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6))
+    petra, muon = "petra-64x2", "petra-1x32-8-stages"
+    lines = [
+        (
+            axes[0],
+            images,
+            {
+                "backprop, SGD": "store-64x2",
+                "PETRA, SGD": petra,
+                "backprop, Muon": "store-64x2-muon-lr-0.05",
+                "PETRA, Muon": f"{petra}-muon-lr-0.05",
+                "PETRA, Muon, latency 0.5": f"{petra}-muon-latency-0.5-lr-0.05",
+            },
+        ),
+        (
+            axes[1],
+            text,
+            {
+                "backprop, AdamW": "store-again",
+                "PETRA, AdamW": f"{muon}-plain",
+                "backprop, Muon": "store-muon",
+                "PETRA, Muon": f"{muon}-muon",
+                "PETRA, Muon, latency 0.5": f"{muon}-muon-latency-0.5",
+            },
+        ),
+    ]
+    styles = [("-", "tab:gray"), ("--", "tab:gray"), ("-", "tab:orange")]
+    styles += [("--", "tab:blue"), ("-", "tab:blue")]
+    for axis, rows, runs in lines:
+        by_name = {row["run"]: row for row in rows}
+        for (label, run), (style, colour) in zip(runs.items(), styles, strict=True):
+            row = by_name[run]
+            epochs, _, scores = zip(*row["curve"], strict=True)
+            is_loss = row["metric"] == "loss"
+            last = f"{row['last']:.2f}" if is_loss else f"{percent(row):.1f}"
+            shown = scores if is_loss else [100 * score for score in scores]
+            axis.plot(epochs, shown, style, color=colour, label=f"{label}: {last}", linewidth=1.4)
+        axis.set_xlabel("epochs")
+        axis.legend(fontsize=8)
+    axes[0].set(ylabel="test accuracy (%)", ylim=(60, 95), title="RevNet-18, CIFAR-10, 10 stages")
+    axes[0].xaxis.set_major_locator(ticker.MultipleLocator(5))
+    axes[1].set(ylabel="test loss (nats a byte)", title="Rev-GPT small, 20 MB of enwik8, 8 stages")
+    save(figure, "muon")
 
 
 def draw_race(rows: list[Row]) -> None:
@@ -241,5 +288,6 @@ if __name__ == "__main__":
     draw_curves("revnet50")
     draw_curves("vit")
     draw_curves("gpt")
+    draw_muon(read("short") + read("muon"), read("gpt"))
     draw_race(read("race"))
     draw_limits(read("limits"))
