@@ -16,8 +16,9 @@ PYTEST := python -m pytest -n $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
+INTEROP := .venv-interop
 
-.PHONY: fast test install lint types test-types unit pytest other train stress clean
+.PHONY: fast test install lint types test-types unit pytest other interop train stress clean
 
 fast: lint types unit
 
@@ -48,6 +49,9 @@ pytest: $(DEV)
 other: $(OTHER)/ready  # the tests with another torch; 2.11.0 is the oldest that is supported
 	$(OTHER)/bin/$(PYTEST)
 
+interop: $(INTEROP)/ready  # with the tools that people train pretrained models by
+	$(INTEROP)/bin/$(PYTEST) tests/interop tests/integration/test_make_reversible.py
+
 train: $(TRAIN)
 	$(BIN)/redivider train quickstart
 
@@ -73,5 +77,11 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 	$(OTHER)/bin/python -m pip install --disable-pip-version-check -c $(OTHER)/constraints.txt -e ".[dev]"
 	touch $@
 
+$(INTEROP)/ready: pyproject.toml constraints.txt
+	@echo "Installing into $(INTEROP), once."
+	$(PYTHON) -m venv $(INTEROP)
+	$(INTEROP)/bin/$(INSTALL) -e ".[dev,interop]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(INTEROP) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache

@@ -14,6 +14,8 @@ if _TYPE_CHECKING:
     from redivider.checks.memory import check_memory as check_memory
     from redivider.checks.memory import measure_memory as measure_memory
     from redivider.checks.reversibility import check_reversible as check_reversible
+    from redivider.convert.reversible import make_plain as make_plain
+    from redivider.convert.reversible import make_reversible as make_reversible
     from redivider.coupling import Coupling as Coupling
     from redivider.errors import CaptureError as CaptureError
     from redivider.errors import ChangedError as ChangedError
@@ -57,6 +59,8 @@ _HOMES = {
     "check_reversible": "checks.reversibility",
     "create_model": "models.catalogue",
     "list_models": "models.catalogue",
+    "make_plain": "convert.reversible",
+    "make_reversible": "convert.reversible",
     "measure_memory": "checks.memory",
 }
 

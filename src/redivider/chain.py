@@ -7,20 +7,22 @@ backward. Without grad mode every chain runs as plain modules do, and keeps noth
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from redivider._torch_private import call_uncompiled, original_module
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
-from redivider.backward.auto import Auto
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import keep_input
 from redivider.backward.row import Row, prepare_streams
 from redivider.backward.strategy import STORE, Strategy, resolve_strategy
 from redivider.coupling import Coupling, run_by
 from redivider.errors import UnitError, did_you_mean, naming
+
+if TYPE_CHECKING:
+    from redivider.backward.auto import Auto
 
 
 class Chain(nn.Module):
@@ -74,7 +76,7 @@ class Chain(nn.Module):
         self.drift_tolerance = drift_tolerance
         self._num_steps = 0
         self._mailbox = Mailbox()
-        self._auto = Auto()
+        self._auto: Auto | None = None  # choices of "auto", once there are some
         has_names = isinstance(units, Mapping | nn.ModuleDict)
         named = dict(units.items() if has_names else enumerate(units))  # type: ignore[union-attr]
         for index, (name, unit) in enumerate(named.items()):
@@ -144,7 +146,7 @@ class Chain(nn.Module):
 
         compile_units(self, **options)
         self.arithmetic = CompiledArithmetic(self.arithmetic, **options)
-        self._auto = Auto()  # times measured before no longer hold
+        self._auto = None  # times measured before no longer hold
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -194,7 +196,8 @@ class Chain(nn.Module):
 
     def settle(self, times: dict[str, float]) -> None:
         """Let "auto" choose by these times of a step, in milliseconds by strategy."""
-        self._auto.settle(times)
+        if self._auto is not None:
+            self._auto.settle(times)
 
     def _strategy(self) -> Strategy:
         return resolve_strategy(self.backward) if torch.is_grad_enabled() else STORE
@@ -223,6 +226,9 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
     strategy, trial = chain._strategy(), None
     exact, drift_tolerance = chain.arithmetic.exact, chain._count_step()
     if chain.backward == "auto" and torch.is_grad_enabled():
+        from redivider.backward.auto import Auto  # few chains need it
+
+        chain._auto = chain._auto or Auto()
         trial = chain._auto.trial(x, chain.training)
         choice = trial.pick()
         strategy = resolve_strategy(choice)

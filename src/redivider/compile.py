@@ -19,13 +19,20 @@ from redivider.coupling import Coupling
 from redivider.tree import tensors_of
 
 
-def compile_units(units: Iterable[nn.Module], **options: Any) -> None:
-    """Compile units in place; `options` are those of torch.compile.
+def compile_units(
+    units: Iterable[nn.Module], *, shared: dict[Any, Any] | None = None, **options: Any
+) -> None:
+    """Compile units in place.
 
     A coupling is compiled as a whole for plain runs, and its `f` alone for the row of a chain, in
     forward and recovery. Modules without weights are left as they are.
+
+    Args:
+        units: The units.
+        shared: Compiled functions that later units may share; a new dict by default.
+        options: Options of torch.compile.
     """
-    runs: dict[Any, Any] = {}
+    runs: dict[Any, Any] = {} if shared is None else shared
     for unit in units:
         for module in (unit, unit.f) if isinstance(unit, Coupling) else (unit,):
             if any(True for _ in module.parameters()):

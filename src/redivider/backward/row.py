@@ -73,12 +73,12 @@ class Row:
         for value, x, (_, fault) in zip((a, b), streams, stored, strict=True):
             self._note_fault(self.names[0], fault, value, x)
         entered = _straight_through(a, streams[0]), _straight_through(b, streams[1])
-        self._expected = (_mark(entered[0]), _mark(entered[1]))
+        self._expected = (mark(entered[0]), mark(entered[1]))
         return entered
 
     def couple(self, coupling: Coupling, a: Tensor, b: Tensor, side: dict[str, Any]) -> Streams:
         """Run the coupling whose turn it is."""
-        if self._expected != (_mark(a), _mark(b)):
+        if self._expected != (mark(a), mark(b)):
             raise UnitError(
                 "its streams are not those that the coupling before it gave: a hook changed them; "
                 "hooks on couplings may look, and a junction may change"
@@ -97,7 +97,7 @@ class Row:
             )
             c = _straight_through(self.advance(verify_residual(r, a)), b, r)
         self._next += 1
-        self._expected = (_mark(c), _mark(a))
+        self._expected = (mark(c), mark(a))
         return self._end(c, a) if self._next == len(self.names) else (c, a)
 
     def advance(self, r: Tensor) -> Tensor:
@@ -160,9 +160,10 @@ class Row:
         if fault is None:
             return
         if fault.device.type == "cpu":
+            if fault and not torch.isfinite(x).all():
+                raise FloatingPointError(f"{name}: f or the input gave a value that is not finite")
             if fault:
-                finite = bool(torch.isfinite(x).all())
-                raise (_overflow if finite else _not_finite)(name, self.arithmetic)
+                raise _overflow(name, self.arithmetic)
         else:  # do not wait for the device: poison the stream with NaN, and report later
             value.masked_fill_(fault, torch.nan)
             self._faults.append(fault)
@@ -181,7 +182,7 @@ class Row:
             raise _overflow(self.names[index], self.arithmetic)
 
 
-def _mark(x: Tensor) -> tuple[int, int]:
+def mark(x: Tensor) -> tuple[int, int]:
     """Identify the memory of a tensor and its version, the same for all views."""
     return x.untyped_storage().data_ptr(), 0 if x.is_inference() else x._version
 
@@ -311,7 +312,3 @@ def _overflow(name: str, arithmetic: Arithmetic) -> ArithmeticError:
         f"{name}: a stream left the range of {arithmetic}, or f gave a value that is not finite; "
         "normalise inside f, or use a grid of fewer bits"
     )
-
-
-def _not_finite(name: str, arithmetic: Arithmetic) -> ArithmeticError:
-    return FloatingPointError(f"{name}: f or the input of the row gave a value that is not finite")

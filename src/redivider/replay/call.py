@@ -280,7 +280,9 @@ def _verify_unwritten(tensors: Sequence[Tensor], versions: Sequence[int]) -> Non
 
 def _verify_unsharded(modules: Sequence[nn.Module]) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules):
+    # A module that is run by its forward alone has no hooks, and its caller has gathered weights.
+    inner = [module for module in modules if module is not getattr(modules[0], "wrapped", None)]
+    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in inner):
         raise UnitError(
             f"{type(modules[0]).__name__} is wrapped by fully_shard, in whole or in part, which "
             "swaps its parameters while it runs, so their gradients would be lost; shard the whole "

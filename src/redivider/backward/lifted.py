@@ -1,0 +1,271 @@
+"""Lifted row: residual blocks that run reversibly by the lift (lift.py), one autograd node each.
+
+    forward    (u, u) --> block 0 --> block 1 --> ... --> block n-1 --> (u, x), kept
+                            bits        bits                 bits
+    backward   (u, u) <-- block 0 <-- block 1 <-- ... <-- block n-1 <--
+
+Between forward and backward a block keeps a few bits per value, and the last one both streams. In
+the backward every block is evaluated once more, recovers its streams and hands them to the one
+before. The residual of a block is its output minus its input. The caller sees u alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from redivider.arithmetic import Fixed
+from redivider.backward.mailbox import Mailbox
+from redivider.backward.node import Kept
+from redivider.backward.row import mark
+from redivider.errors import UnitError
+from redivider.lift import draw_signs, lift, undo_lift
+from redivider.replay import Call, GraphRun, Record
+
+Streams = tuple[Tensor, Tensor]
+
+
+class LiftedRow:
+    """Residual blocks of one forward pass and its backward, and the streams between them.
+
+    Args:
+        names: Names of the blocks, for errors.
+        bits: Bits that are kept of every value and block.
+        grid: Grid of the streams.
+        mailbox: Receiver of faults from the device.
+    """
+
+    def __init__(self, names: Sequence[str], bits: int, grid: Fixed, mailbox: Mailbox) -> None:
+        self.names, self.bits, self.grid = names, bits, grid
+        self.next = 0
+        """Index of the block whose turn it is."""
+        self._mailbox = mailbox
+        self._stored: Streams  # in the forward: (u, x) on the grid
+        self._x: Tensor | None = None  # the second stream, as autograd sees it
+        self._expected: Any = None  # mark of the stream that the last block has returned
+        self._peaks: list[Tensor] = []
+        self._outputs: dict[int, Streams] = {}  # in the backward: recovered streams by block
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all blocks have run."""
+        return self.next == len(self.names)
+
+    def run(
+        self, block: nn.Module, u: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the block whose turn it is on the stream that the last block has returned."""
+        index = self.next
+        if index == 0:
+            self.dtype = u.dtype
+            stored, fault = self.grid.store(u)
+            self._stored = (stored, stored)
+            self._note_fault(fault, u)
+        elif mark(u) != self._expected:
+            raise UnitError(
+                "its input is not the output of the block before, which a row of blocks needs to "
+                "be rebuilt; what lies between blocks must not change it"
+            )
+        call, tensors = Call.split(block, (u, *args), kwargs)
+        streams = [u] if self._x is None else [u, self._x]
+        node = _KeptBits(self, index, call, len(streams))
+        out, self._x, *beside = node.apply([*streams, *tensors[1:]])
+        self.next += 1
+        self._expected = mark(out)
+        if self.is_complete:
+            self._x = None
+            del self._stored
+            self._post_faults()
+        leaves = iter([out, *beside])
+        return tree_unflatten(
+            [next(leaves) if is_tensor else other for is_tensor, other in node.leaves], node.spec
+        )
+
+    def lift(self, index: int) -> tuple[Tensor, list[Tensor]]:
+        """Return the point at which a block is evaluated, and what the inverse needs."""
+        u, x = self._stored
+        if index == 0:
+            return self.real(u), []
+        sign = draw_signs(u)
+        lifted = lift(u, x, sign, self.bits)
+        self._stored = (u, lifted.x)
+        value = self.real(lifted.x)
+        self._note_fault(lifted.fault, value)
+        return value, [lifted.kept, sign.to(torch.int8)]
+
+    def couple(self, x: Tensor, output: Tensor) -> Tensor:
+        """Add a block's residual to the first stream; return the values of the new one."""
+        u, lifted = self._stored
+        residual = self._residual(x, output)
+        u, fault = self.grid.add(u, residual)
+        self._stored = (u, lifted)
+        value = self.real(u)
+        self._note_fault(fault, value, residual)
+        return value
+
+    def undo(self, index: int, streams: Streams, output: Tensor, kept: Sequence[Tensor]) -> None:
+        """Recover the streams before a block, and hand them to the block before."""
+        u, lifted = streams
+        u = self.grid.subtract(u, self._residual(self.real(lifted), output))
+        x = u
+        if index:
+            packed, sign = kept
+            x = undo_lift(u, lifted, sign.to(torch.int32), packed, self.bits)
+        self._outputs = {index - 1: (u, x)} if index else {}
+
+    def kept(self, index: int) -> Sequence[Tensor]:
+        """Return the streams that this block must save: its output if it is the last one."""
+        return self._stored if index == len(self.names) - 1 else ()
+
+    def take_back(self, index: int) -> Streams:
+        """Return the streams after a block, as the next one has recovered them."""
+        if index not in self._outputs:
+            raise RuntimeError(
+                f"{self.names[index]}: its output reached the loss, but that of the last block did "
+                "not, and only from there can it be rebuilt; include it in the loss, or call "
+                "rd.make_plain(model)"
+            )
+        return self._outputs[index]
+
+    def let_go(self, index: int) -> None:
+        """Release the streams after a block, whose backward is done."""
+        self._outputs.pop(index, None)
+
+    def real(self, stored: Tensor) -> Tensor:
+        """Return the values of a stream."""
+        return self.grid.real(stored, self.dtype)
+
+    @staticmethod
+    def _residual(x: Tensor, output: Tensor) -> Tensor:
+        # In half precision a difference would be rounded once more.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return output.detach().to(wide) - x.to(wide)
+
+    def _note_fault(self, fault: Tensor | None, value: Tensor, *others: Tensor) -> None:
+        """Note where a value leaves the grid; on the CPU, raise at once."""
+        if fault is None or fault.is_meta:
+            return
+        if fault.device.type == "cpu":
+            if fault:
+                raise _overflow(self.names[self.next], float(_peak(value, *others)), self.grid)
+        else:  # do not wait for the device: poison the stream with NaN, and report later
+            self._peaks.append(torch.where(fault, _peak(value, *others), 0.0))
+            value.masked_fill_(fault, torch.nan)
+
+    def _post_faults(self) -> None:
+        if self._peaks:
+            peaks, self._peaks = torch.stack(self._peaks), []
+            self._mailbox.post(peaks, self._read_faults)
+
+    def _read_faults(self, peaks: Tensor) -> None:
+        if (peaks != 0).any():
+            # One for the stream that enters, one for the residual of block 0, then two per block.
+            first = int((peaks != 0).to(torch.uint8).argmax())
+            raise _overflow(self.names[first // 2], float(peaks[first]), self.grid)
+
+
+class _KeptBits(Kept):
+    """State of a block: the bits that its lift has dropped."""
+
+    def __init__(self, row: LiftedRow, index: int, call: Call, num_streams: int) -> None:
+        self.name = row.names[index]
+        self._row, self._index, self._call = row, index, call
+        self._num_streams = num_streams  # inputs of the node that are streams
+        self._record: Record
+        self._sign: Tensor | None = None
+        self.leaves: list[tuple[bool, Any]]
+        """Leaves of the block's output: whether each is a tensor, and its value if it is not."""
+        self.spec: Any
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        row, others = self._row, tensors[self._num_streams :]
+        x, kept = row.lift(self._index)
+        output, self._record = self._call.first_run([x, *others], with_graph=True)
+        leaves, self.spec = tree_flatten(output)
+        self.leaves = [
+            (isinstance(leaf, Tensor), None if isinstance(leaf, Tensor) else leaf)
+            for leaf in leaves
+        ]
+        hidden, *beside = _verify_output(leaves, x)
+        u = row.couple(x, hidden)
+        return (u, x, *beside), (*others, *kept, *row.kept(self._index))
+
+    def prepare(self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool) -> GraphRun:
+        row, num_others = self._row, len(needs) - self._num_streams
+        others, rest = saved[:num_others], list(saved[num_others:])
+        is_last = self._index == len(row.names) - 1
+        streams = (rest[-2], rest[-1]) if is_last else row.take_back(self._index)
+        kept = rest[:2] if self._index else []
+        self._sign = kept[1] if kept else None
+        goes_on = any(needs[: self._num_streams])
+        run_needs = [goes_on, *needs[self._num_streams :]]
+        run = self._call.rerun([row.real(streams[1]), *others], run_needs, self._record)
+        if goes_on:
+            row.undo(self._index, streams, tree_flatten(run.output)[0][0], kept)
+        return run
+
+    def finish(
+        self, prepared: GraphRun, needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        du, dx, *beside = grads
+        self._row.let_go(self._index)
+        through, *others = prepared.pull_back([du, *beside])
+        if not any(needs[: self._num_streams]):
+            return [None] * self._num_streams + others
+        return [*self._stream_grads(du, dx, through), *others]
+
+    def _stream_grads(
+        self, du: Tensor | None, dx: Tensor | None, through: Tensor | None
+    ) -> list[Tensor | None]:
+        """Return the gradients of the streams before the block.
+
+        Args:
+            du: Gradient of the block's output.
+            dx: Gradient of the point at which it was evaluated, from the block after it.
+            through: Gradient of that point through the block, of which du is the part that the
+                residual does not have.
+        """
+        parts = [part for part in (through, dx) if part is not None]
+        like = next((grad for grad in (du, *parts) if grad is not None), None)
+        if like is None:
+            return [None] * self._num_streams
+        wide = torch.promote_types(like.dtype, torch.float32)
+        total = torch.zeros_like(like, dtype=wide)
+        for part in parts:
+            total = total + part
+        if self._sign is None:  # the first block: both streams are its input
+            return [total.to(like.dtype)]
+        t = total if du is None else total - du
+        step = t * (self._sign * 2.0**-self._row.bits).to(wide)
+        return [(total + step).to(like.dtype), -step.to(like.dtype)]
+
+
+def _verify_output(leaves: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """Return the tensors of a block's output, of which the first must be a stream like `x`."""
+    hidden = leaves[0] if leaves else None
+    if not isinstance(hidden, Tensor) or hidden.shape != x.shape or hidden.device != x.device:
+        kind = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+        raise UnitError(
+            f"a residual block returns a tensor of the shape of its input, {tuple(x.shape)}, or a "
+            f"tuple that begins with it, got {kind}"
+        )
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _peak(*tensors: Tensor) -> Tensor:
+    return torch.stack([tensor.detach().abs().amax().double() for tensor in tensors]).amax()
+
+
+def _overflow(name: str, peak: float, grid: Fixed) -> ArithmeticError:
+    if not peak < float("inf"):
+        return FloatingPointError(f"{name}: it gave a value that is not finite")
+    fits = next(
+        bits for bits in range(grid.bits, -1, -1) if 4 * peak < 2 ** (31 - bits) or not bits
+    )
+    return OverflowError(
+        f"{name}: values of {peak:.3g} leave the grid of 2^-{grid.bits}, which ends at "
+        f"{2 ** (31 - grid.bits):,}; use rd.make_reversible(model, grid={fits}), which ends at "
+        f"{2 ** (31 - fits):,}"
+    )

@@ -1,0 +1,1 @@
+"""Networks that exist already, trained reversibly."""

@@ -1,0 +1,236 @@
+"""A network made reversible in place: the same network in evaluation, little memory in training.
+
+Every block gets a subclass of its own class, with the same name. Its forward is the block's own one
+in evaluation and without gradients. In training it hands the block to a row (backward/lifted.py),
+which keeps a few bits per value instead of activations. Parameters, buffers, hooks and the keys of
+`state_dict` stay as they are.
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from inspect import signature
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from redivider._torch_private import compiled_call
+from redivider.arithmetic import Fixed
+from redivider.backward.lifted import LiftedRow
+from redivider.backward.mailbox import Mailbox
+from redivider.compile import compile_units
+from redivider.convert.blocks import find_blocks
+from redivider.errors import UnitError, naming
+from redivider.lift import MAX_BITS
+
+Model = TypeVar("Model", bound=nn.Module)
+PLACE = "_redivider_place"  # attribute of a block: its rows, its index, and its plain form
+ENABLE = "gradient_checkpointing_enable"
+
+
+def make_reversible(
+    model: Model, bits: int = 2, blocks: str | None = None, *, grid: int = 20
+) -> Model:
+    """Train the blocks of a network reversibly, and leave the network as it is; return it.
+
+        model = rd.make_reversible(AutoModelForCausalLM.from_pretrained("gpt2"))
+
+    In `train()` and with gradients, a block keeps `bits` bits of every value, where checkpointing
+    keeps 16 or 32, and is evaluated slightly off its input: by 2^-bits of about one residual, in a
+    random direction. In `eval()`, and without gradients, the network is the original one, bit for
+    bit. `rd.make_plain` undoes it.
+
+    Args:
+        model: A network with a list of blocks that keep the shape of their input.
+        bits: Bits that are kept of every value and block, from 1 to 8. More disturb gradients less.
+        blocks: Name of the list, such as "encoder.layers"; not needed if there is only one.
+        grid: Streams are whole multiples of 2^-grid, and must stay below 2^(31 - grid).
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= MAX_BITS:
+        raise ValueError(f"bits must be a whole number from 1 to {MAX_BITS}, got {bits!r}")
+    if is_reversible(model):
+        raise ValueError(
+            f"{type(model).__name__} is reversible already; call rd.make_plain(model) first"
+        )
+    name, found = find_blocks(model, blocks)
+    for block in found:
+        if "forward" in vars(block):
+            raise ValueError(
+                f"the forward of a block in {name} has been replaced, as accelerate's hooks do; "
+                "call rd.make_reversible before"
+            )
+        if compiled_call(block) is not None:
+            raise ValueError(f"a block in {name} is compiled; compile after rd.make_reversible")
+        if getattr(block, "gradient_checkpointing", False):
+            raise ValueError(
+                "gradient checkpointing is on, and a reversible model does without; call "
+                "model.gradient_checkpointing_disable() first"
+            )
+    if len(set(found)) < len(found):
+        raise ValueError(f"{name} has a block twice, and a block can have one place in a row")
+    rows = _Rows([f"{name}.{index}" for index in range(len(found))], bits, Fixed(grid))
+    for index, block in enumerate(found):
+        setattr(block, PLACE, (rows, index, _Plain(block)))  # in a tuple, it is no submodule
+        kind: Any = type(block)
+        block.__class__ = _reversible_class(kind)
+    model.register_forward_pre_hook(_switch_cache_off, with_kwargs=True)
+    if hasattr(model, ENABLE):
+        setattr(model, ENABLE, _refuse_checkpointing)
+    return model
+
+
+def make_plain(model: Model) -> Model:
+    """Undo `make_reversible`, in place; return the model."""
+    if not is_reversible(model):
+        raise ValueError(f"{type(model).__name__} is not reversible")
+    for block in model.modules():
+        if PLACE in vars(block):
+            if type(block) not in _ORIGINAL:
+                raise ValueError(
+                    f"a block is {type(block).__name__}, made of a reversible one since (by FSDP?)"
+                )
+            block.__class__ = _ORIGINAL[type(block)]
+            delattr(block, PLACE)
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _switch_cache_off:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        if vars(module).get(ENABLE) is _refuse_checkpointing:
+            delattr(module, ENABLE)
+    return model
+
+
+def is_reversible(model: nn.Module) -> bool:
+    """Return whether a model has blocks that `make_reversible` has changed."""
+    return any(PLACE in vars(module) for module in model.modules())
+
+
+class _Rows:
+    """Rows of a list of blocks: one for every forward pass.
+
+    Args:
+        names: Names of the blocks.
+        bits: Bits that a block keeps of every value.
+        grid: Grid of the streams.
+    """
+
+    def __init__(self, names: list[str], bits: int, grid: Fixed) -> None:
+        self._names, self._bits, self._grid = names, bits, grid
+        self._mailbox = Mailbox()
+        self._row: LiftedRow | None = None  # while a forward pass is between two blocks
+        self.compiled: dict[Any, Any] = {}
+        """Compiled functions, which blocks share that differ in their weights only."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Rows":
+        return _Rows(self._names, self._bits, self._grid)  # what is under way cannot be copied
+
+    # A compiler cannot trace autograd nodes and rows.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(
+        self, index: int, plain: "_Plain", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a block as a part of its row."""
+        with naming(self._names[index]):
+            if index == 0:
+                self._mailbox.poll()
+                self._row = LiftedRow(self._names, self._bits, self._grid, self._mailbox)
+            row = self._row
+            if row is None or row.next != index:
+                raise UnitError(
+                    "blocks must run in their order, each once; a model that skips blocks, as by "
+                    "layer drop, cannot be trained reversibly"
+                )
+            if getattr(plain.wrapped, "gradient_checkpointing", False):
+                _refuse_checkpointing()
+            u, args, kwargs = plain.split_stream(args, kwargs)
+            result = row.run(plain, u, *_without_cache(args, kwargs))
+            if row.is_complete:
+                self._row = None  # the graph holds what it needs
+            return result
+
+
+class _Plain(nn.Module):
+    """A block by its own forward, without its hooks, which the caller's call runs.
+
+    Args:
+        block: The block, before its class changes.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = block
+        self._forward: Callable[..., Any] = type(block).forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(self.wrapped, *args, **kwargs)
+
+    def split_stream(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+        """Split the stream, which is the first argument, from the others."""
+        if args:
+            return args[0], args[1:], kwargs
+        first = list(signature(self._forward).parameters)[1]
+        return kwargs[first], (), {key: value for key, value in kwargs.items() if key != first}
+
+
+_ORIGINAL: dict[type, Any] = {}  # by the class that has taken its place
+
+
+@cache
+def _reversible_class(kind: Any) -> Any:
+    """Make a subclass whose forward is reversible in training."""
+
+    @wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        rows, index, plain_block = getattr(self, PLACE)
+        if self.training and torch.is_grad_enabled():
+            return rows.run(index, plain_block, args, kwargs)
+        return plain_block(*args, **kwargs)
+
+    def compile(self: nn.Module, **options: Any) -> None:
+        """Compile what the block computes; its row is not compiled."""
+        rows, _, plain_block = getattr(self, PLACE)
+        compile_units([plain_block], shared=rows.compiled, **options)
+
+    names = ("__module__", "__qualname__", "__doc__")
+    methods = {"forward": forward, "compile": compile}
+    made = type(kind.__name__, (kind,), methods | {name: getattr(kind, name) for name in names})
+    _ORIGINAL[made] = kind
+    return made
+
+
+def _switch_cache_off(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Build no key-value cache in training: a block that runs twice would append to it twice."""
+    is_known = "use_cache" in signature(model.forward).parameters
+    if not (model.training and torch.is_grad_enabled() and is_known):
+        return None
+    return args, {**kwargs, "use_cache": False}
+
+
+def _without_cache(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace empty key-value caches of transformers by None, and refuse others."""
+
+    def emptied(value: Any) -> Any:
+        if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+            return value
+        if value.get_seq_length():
+            raise UnitError("a cache with earlier tokens cannot be used in training")
+        return None
+
+    kwargs = {key: emptied(value) for key, value in kwargs.items()}
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
+    return tuple(map(emptied, args)), kwargs
+
+
+def _refuse_checkpointing(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "gradient checkpointing is not for a reversible model, which keeps less; call "
+        "rd.make_plain(model) first, or do without"
+    )

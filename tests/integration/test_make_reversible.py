@@ -1,0 +1,209 @@
+"""Models of transformers and timm made reversible: as trained by the recurrence, used unchanged."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.lifted import Watched, follow
+from support.oracle import gradients
+
+import redivider as rd
+from redivider.convert import reversible
+from redivider.convert.blocks import find_blocks
+
+transformers: Any = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+TEXT: dict[str, Any] = {**SMALL, "vocab_size": 50, "pad_token_id": 0, "max_position_embeddings": 40}
+DECODER: dict[str, Any] = {
+    **TEXT,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+IMAGE: dict[str, Any] = {**SMALL, "image_size": 16, "patch_size": 4}
+GPT2: dict[str, Any] = {
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "vocab_size": 50,
+    "n_positions": 40,
+}
+# family: class of the model, options of its configuration, name of its blocks
+FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "GPT2": ("GPT2LMHeadModel", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}, "transformer.h"),
+    "Llama": ("LlamaForCausalLM", DECODER, "model.layers"),
+    "Qwen3": ("Qwen3ForCausalLM", DECODER, "model.layers"),
+    "Mistral": ("MistralForCausalLM", {**DECODER, "sliding_window": 6}, "model.layers"),
+    # Every second layer sees a window only: masks and positions differ by layer.
+    "Gemma3Text": (
+        "Gemma3ForCausalLM",
+        {**DECODER, "sliding_window": 4, "sliding_window_pattern": 2},
+        "model.layers",
+    ),
+    "Bert": ("BertForMaskedLM", TEXT, "bert.encoder.layer"),
+    "Roberta": ("RobertaForMaskedLM", TEXT, "roberta.encoder.layer"),
+    "ViT": ("ViTForImageClassification", {**IMAGE, "hidden_dropout_prob": 0.1}, "vit.layers"),
+    "Dinov2": (
+        "Dinov2ForImageClassification",
+        {**IMAGE, "mlp_ratio": 2, "drop_path_rate": 0.2},
+        "dinov2.encoder.layer",
+    ),
+}
+CAUSAL = ("GPT2", "Llama", "Qwen3", "Mistral", "Gemma3Text")
+
+
+def make(family):
+    """Return a small model, with weights large enough that layers matter."""
+    name, options, _ = FAMILIES[family]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(getattr(transformers, f"{family}Config")(**options))
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim > 1:
+                param.normal_(std=0.1)
+    return model
+
+
+def batch(family, number=0):
+    generator = torch.Generator().manual_seed(number)
+    if family in ("ViT", "Dinov2"):
+        pixels = torch.randn(3, 3, 16, 16, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.randint(2, (3,), generator=generator)}
+    tokens = torch.randint(3, 50, (3, 12), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[1, 8:] = 0  # padding
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": tokens.masked_fill(mask == 0, -100),
+    }
+
+
+def train(model, family):
+    torch.manual_seed(3)
+    model.train()
+    model.zero_grad()
+    model(**batch(family)).loss.backward()
+    return gradients(model)
+
+
+def logits(model, family):
+    with torch.no_grad():
+        return model.eval()(**batch(family, 1)).logits
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def test_gradients_are_those_of_the_recurrence(family, monkeypatch):
+    monkeypatch.setattr(reversible, "LiftedRow", Watched)
+    monkeypatch.setattr(Watched, "num_compared", 0)
+    model, reference = make(family), make(family)
+    name, blocks = find_blocks(reference, None)
+    assert name == FAMILIES[family][2]
+    follow(blocks, 2)
+    rd.make_reversible(model, 2)
+    got, true = train(model, family), train(reference, family)
+    assert got.keys() == true.keys()
+    pairs = [(got[n], true[n]) for n in true if true[n] is not None]
+    ours, theirs = (
+        torch.cat([grad.flatten() for grad in grads]) for grads in zip(*pairs, strict=True)
+    )
+    assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+    assert Watched.num_compared == 6
+
+
+def test_evaluation_is_the_original_and_a_trained_model_loads_plainly(family, tmp_path):
+    plain = make(family)
+    model = rd.make_reversible(copy.deepcopy(plain))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert torch.equal(logits(model, family), logits(plain, family))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, family)
+    optimizer.step()
+    after = logits(model, family)
+    assert not torch.equal(after, logits(plain, family))
+    model.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, family), after)
+    kinds = [type(module) for module in loaded.modules()]
+    assert [type(module) for module in rd.make_plain(model).modules()] == kinds
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_generation_in_the_middle_of_training(family):
+    plain = make(family)
+    model = rd.make_reversible(copy.deepcopy(plain))
+    tokens = batch(family)["input_ids"][:1, :5]
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = plain.eval().generate(tokens, **options)
+    model.train()
+    assert model(**batch(family)).past_key_values is None
+    model.eval()
+    assert torch.equal(model.generate(tokens, **options), expected)
+    model.train()
+    model.generate(tokens, **options)  # dropout is on: other tokens may come
+    train(model, family)
+
+
+def test_checkpointing_is_refused_in_a_line():
+    model = rd.make_reversible(make("GPT2"))
+    with pytest.raises(ValueError, match="gradient checkpointing is not for a reversible model"):
+        model.gradient_checkpointing_enable()
+    model.transformer.gradient_checkpointing_enable()  # its base has a method of its own
+    with pytest.raises(ValueError, match="gradient checkpointing is not for a reversible model"):
+        train(model, "GPT2")
+    other = make("GPT2")
+    other.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient checkpointing is on"):
+        rd.make_reversible(other)
+    rd.make_plain(rd.make_reversible(make("GPT2"))).gradient_checkpointing_enable()
+
+
+def test_a_cache_with_tokens_is_refused_in_training():
+    model = rd.make_reversible(make("Llama"))
+    tokens = batch("Llama")["input_ids"]
+    with torch.no_grad():
+        cache = model(tokens[:, :6], use_cache=True).past_key_values
+    with pytest.raises(rd.UnitError, match=r"model\.layers\.0: a cache with earlier tokens"):
+        model(tokens[:, 6:], past_key_values=cache)
+
+
+def test_hidden_states_can_be_asked_for():
+    model = rd.make_reversible(make("Llama"))
+    output = model(**batch("Llama"), output_hidden_states=True)
+    assert len(output.hidden_states) == 5
+    output.hidden_states[2].square().mean().add(output.loss).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_vit_of_timm():
+    timm = pytest.importorskip("timm")
+
+    def make_vit():
+        torch.manual_seed(0)
+        return timm.models.VisionTransformer(
+            img_size=16, patch_size=4, embed_dim=32, depth=4, num_heads=4, drop_path_rate=0.2
+        )
+
+    model, reference = rd.make_reversible(make_vit(), 2), make_vit()
+    x = torch.randn(3, 3, 16, 16)
+    assert torch.equal(model.eval()(x), reference.eval()(x))
+    follow(reference.blocks, 2)
+    grads = []
+    for net in (model.train(), reference.train()):
+        torch.manual_seed(3)
+        net(x).square().mean().backward()
+        grads.append(torch.cat([param.grad.flatten() for param in net.parameters()]))
+    assert (grads[0] - grads[1]).norm() <= 1e-6 * grads[1].norm()

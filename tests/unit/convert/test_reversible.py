@@ -1,0 +1,348 @@
+"""Blocks made reversible: gradients of the lift's recurrence, exact inputs, few bits."""
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from support.lifted import Watched, follow
+from support.oracle import gradients, weigh, worst_error
+from torch import nn
+from torch._dynamo.utils import counters
+
+import redivider as rd
+from redivider.checks.memory import Live
+from redivider.convert import reversible
+
+WIDTH = 12
+
+
+class Block(nn.Module):
+    """A residual block that draws random numbers, and takes a scale beside its input."""
+
+    def __init__(self, width=WIDTH, dropout=0.1, returns_tuple=False):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+        self.returns_tuple = returns_tuple
+
+    def forward(self, x, scale=None):
+        hidden = torch.tanh(self.first(self.norm(x)))
+        y = self.dropout(self.second(hidden))
+        y = x + (y if scale is None else y * scale)
+        return (y, hidden.mean(), None) if self.returns_tuple else y
+
+
+class Network(nn.Module):
+    def __init__(self, depth=5, **options):
+        super().__init__()
+        self.stem = nn.Linear(4, WIDTH)
+        self.layers = nn.ModuleList([Block(**options) for _ in range(depth)])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x, **side):
+        x = self.stem(x)
+        aside = []
+        for layer in self.layers:
+            x = layer(x, **side)
+            if isinstance(x, tuple):
+                x, other, _ = x
+                aside.append(other)
+        return self.head(x) + (sum(aside) if aside else 0)
+
+
+def network(depth=5, dtype=torch.float32, **options) -> Any:
+    torch.manual_seed(1)
+    return Network(depth, **options).to(dtype)
+
+
+def inputs(number=0, dtype=torch.float32):
+    return torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(number)).to(dtype)
+
+
+def train(model, *numbers, dtype=torch.float32, **side):
+    """Return the gradients after a backward of the summed losses."""
+    torch.manual_seed(5)
+    model.zero_grad()
+    losses = [weigh(model(inputs(number, dtype), **side)) for number in numbers or (0,)]
+    torch.stack(losses).sum().backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 8])
+@pytest.mark.parametrize("options", [{}, {"returns_tuple": True}])
+def test_gradients_are_those_of_the_recurrence(bits, options):
+    model, reference = network(**options), network(**options)
+    rd.make_reversible(model, bits)
+    follow(reference.layers, bits)
+    assert worst_error(train(model), train(reference)) <= 1e-5
+    got = [torch.cat([grad.flatten() for grad in train(m).values()]) for m in (model, reference)]
+    assert (got[0] - got[1]).norm() <= 1e-6 * got[1].norm()
+
+
+def test_gradients_in_float64():
+    model, reference = network(dtype=torch.float64), network(dtype=torch.float64)
+    rd.make_reversible(model, 3)
+    follow(reference.layers, 3)
+    error = worst_error(train(model, dtype=torch.float64), train(reference, dtype=torch.float64))
+    assert error <= 1e-12
+
+
+def test_the_reference_is_the_plain_network_but_for_the_lift():
+    """Otherwise both could be wrong alike."""
+    errors = []
+    for bits in (2, 5, 8):
+        plain, reference = network(dropout=0), network(dropout=0)
+        follow(reference.layers, bits)
+        errors.append(worst_error(train(reference), train(plain)))
+    assert all(later < 0.3 * earlier for earlier, later in pairwise(errors))
+    assert errors[-1] < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_recovered_streams_are_exact(bits, dtype, monkeypatch):
+    monkeypatch.setattr(reversible, "LiftedRow", Watched)
+    monkeypatch.setattr(Watched, "num_compared", 0)
+    model = rd.make_reversible(network(depth=64, dtype=dtype), bits)
+    train(model, dtype=dtype)
+    assert Watched.num_compared == 2 * 63
+
+
+def test_under_autocast(monkeypatch):
+    monkeypatch.setattr(reversible, "LiftedRow", Watched)
+    monkeypatch.setattr(Watched, "num_compared", 0)
+    model = rd.make_reversible(network(), 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = weigh(model(inputs()))
+    loss.backward()
+    assert Watched.num_compared == 8
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 8])
+def test_a_further_block_holds_its_bits(bits):
+    held = []
+    for depth in (8, 16):
+        model = rd.make_reversible(network(depth), bits)
+        x = torch.randn(64, 16, 4)
+        with Live() as live:
+            loss = weigh(model(x))
+            held.append(live.bytes)
+        del loss
+    num_values = 64 * 16 * WIDTH
+    assert (held[1] - held[0]) / 8 <= num_values * (bits + 0.5) / 8
+
+
+def test_evaluation_is_the_original_to_the_last_bit():
+    plain, model = network().eval(), rd.make_reversible(network())
+    model.eval()
+    assert torch.equal(model(inputs()), plain(inputs()))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    # With gradients, too, and in training without them.
+    assert worst_error(train(model), train(plain)) == 0
+    plain.train(), model.train()
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = plain(inputs())
+        torch.manual_seed(0)
+        assert torch.equal(model(inputs()), expected)
+
+
+def test_two_forwards_before_one_backward():
+    model, reference = rd.make_reversible(network(), 2), network()
+    follow(reference.layers, 2)
+    assert worst_error(train(model, 0, 1), train(reference, 0, 1)) <= 1e-5
+
+
+def test_gradients_accumulate_and_a_graph_can_be_used_twice():
+    model = rd.make_reversible(network(), 2)
+    twice = {name: 2 * grad for name, grad in train(model).items()}
+    torch.manual_seed(5)
+    model.zero_grad()
+    loss = weigh(model(inputs()))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert worst_error(gradients(model), twice) <= 1e-6
+
+
+@pytest.mark.parametrize("frozen", [["stem", "layers.0", "layers.1"], ["layers.2"], ["layers.4"]])
+def test_frozen_blocks(frozen):
+    model, reference = network(), network()
+    for net in (model, reference):
+        for name in frozen:
+            net.get_submodule(name).requires_grad_(False)
+    rd.make_reversible(model, 2)
+    follow(reference.layers, 2)
+    assert worst_error(train(model), train(reference)) <= 1e-5
+
+
+def test_arguments_beside_the_stream_get_gradients():
+    model, reference = rd.make_reversible(network(), 2), network()
+    follow(reference.layers, 2)
+    scales = [torch.full((WIDTH,), 0.5, requires_grad=True) for _ in range(2)]
+    for net, scale in zip((model, reference), scales, strict=True):
+        train(net, scale=scale)
+    ours, theirs = ({"scale": scale.grad} for scale in scales)
+    assert worst_error(ours, theirs) <= 1e-5
+
+
+def test_a_copy_is_a_model_of_its_own():
+    model = rd.make_reversible(network(), 2)
+    expected = {name: grad.clone() for name, grad in train(model).items()}
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert worst_error(train(other), expected) == 0
+    assert rd.make_plain(other) is other and type(other.layers[0]) is Block
+
+
+def test_plain_again():
+    model = rd.make_plain(rd.make_reversible(network(), 2))
+    assert type(model.layers[0]) is Block and not model._forward_pre_hooks
+    assert worst_error(train(model), train(network())) == 0
+    with pytest.raises(ValueError, match="Network is not reversible"):
+        rd.make_plain(model)
+
+
+def test_hooks_see_a_block_once():
+    model = rd.make_reversible(network(), 2)
+    seen = []
+    model.layers[1].register_forward_hook(lambda *_: seen.append("forward"))
+    model.layers[1].register_full_backward_hook(lambda *_: seen.append("backward"))
+    train(model)
+    assert seen == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("size, grid", [(5000, 16), (50_000, 13)])
+def test_values_beyond_the_grid_name_the_block_and_the_grid_that_fits(size, grid):
+    model = rd.make_reversible(network(), 2)
+    with torch.no_grad():
+        model.layers[3].second.bias.fill_(size)
+    with pytest.raises(OverflowError, match=rf"layers\.3: values of .*grid={grid}\)"):
+        train(model)
+    rd.make_reversible(rd.make_plain(model), 2, grid=grid)
+    train(model)
+
+
+def test_a_value_that_is_not_finite():
+    model = rd.make_reversible(network(), 2)
+    with torch.no_grad():
+        model.layers[2].second.bias.fill_(torch.inf)
+    with pytest.raises(FloatingPointError, match=r"layers\.2: it gave a value that is not finite"):
+        train(model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")  # the compiler's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_blocks(monkeypatch):
+    monkeypatch.setattr(reversible, "LiftedRow", Watched)
+    monkeypatch.setattr(Watched, "num_compared", 0)
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    model, reference = rd.make_reversible(network(dropout=0), 2), network(dropout=0)
+    follow(reference.layers, 2)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    assert worst_error(train(model), train(reference)) <= 1e-5
+    assert Watched.num_compared == 8
+    assert counters["stats"]["unique_graphs"] <= 2  # five blocks share them
+    model.eval(), reference.eval()
+    assert torch.allclose(model(inputs()), rd.make_plain(model)(inputs()), rtol=1e-5)
+    with pytest.raises(ValueError, match="a block in layers is compiled; compile after"):
+        other = network()
+        other.layers[0].compile(backend="aot_eager")
+        rd.make_reversible(other)
+
+
+def test_blocks_by_name():
+    model: Any = nn.ModuleDict({"a": Network(3), "b": Network(2)})
+    with pytest.raises(ValueError, match=r"several lists of blocks, 'a\.layers', 'b\.layers'"):
+        rd.make_reversible(model)
+    rd.make_reversible(model, blocks="b.layers")
+    assert type(model["a"].layers[0]) is Block
+    assert type(model["b"].layers[0]) is not Block
+    assert type(model["b"].layers[0]).__name__ == "Block"
+
+
+def test_blocks_in_a_sequential():
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, WIDTH), nn.Sequential(*(Block() for _ in range(3))))
+
+    model, reference = rd.make_reversible(make(), 2), make()
+    follow(reference[1], 2)
+    assert worst_error(train(model), train(reference)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda m: rd.make_reversible(m, 9), "bits must be a whole number from 1 to 8, got 9"),
+        (lambda m: rd.make_reversible(m, 0), "bits must be a whole number from 1 to 8, got 0"),
+        (lambda m: rd.make_reversible(m, True), "bits must be a whole number"),
+        (lambda m: rd.make_reversible(m, grid=31), "bits must be a whole number from 0 to 30"),
+        (lambda m: rd.make_reversible(m, blocks="body"), "the model has no module of that name"),
+        (lambda m: rd.make_reversible(m, blocks="head"), "must name a list of blocks"),
+        (lambda m: rd.make_reversible(m.head), "Linear has no list of blocks of one kind"),
+        (lambda m: rd.make_reversible(rd.make_reversible(m)), "is reversible already"),
+    ],
+)
+def test_bad_arguments_change_nothing(call, message):
+    model = network()
+    with pytest.raises(ValueError, match=message):
+        call(model)
+    assert "reversible already" in message or type(model.layers[0]) is Block
+
+
+def test_what_a_row_cannot_rebuild_is_refused():
+    model = rd.make_reversible(network(), 2)
+    x = model.stem(inputs())
+    with pytest.raises(rd.UnitError, match=r"layers\.1: blocks must run in their order"):
+        model.layers[1](x)
+    x = model.layers[0](x)
+    with pytest.raises(rd.UnitError, match=r"layers\.1: its input is not the output of the block"):
+        model.layers[1](x * 2)
+
+
+def test_a_block_whose_forward_was_replaced_is_refused():
+    model = network()
+    model.layers[2].forward = model.layers[2].forward
+    with pytest.raises(ValueError, match="forward of a block in layers has been replaced"):
+        rd.make_reversible(model)
+
+
+def test_a_block_that_is_used_twice_is_refused():
+    model = network()
+    model.layers[3] = model.layers[1]
+    with pytest.raises(ValueError, match="layers has a block twice"):
+        rd.make_reversible(model, blocks="layers")
+
+
+def test_a_block_that_changes_the_shape_is_refused():
+    halves = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (2, 4))) for _ in range(2))
+    )
+    rd.make_reversible(nn.ModuleDict({"layers": halves}))
+    with pytest.raises(rd.UnitError, match=r"layers\.0: a residual block returns a tensor of the"):
+        halves(torch.randn(3, 8))
+
+
+def test_gradients_of_gradients_are_refused():
+    model = rd.make_reversible(network(), 2)
+    loss = weigh(model(inputs()))
+    with pytest.raises(RuntimeError, match=r"layers\.4: create_graph=True needs the graph"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def test_weights_that_changed_since_the_forward_are_noticed():
+    model = rd.make_reversible(network(), 2)
+    loss = weigh(model(inputs()))
+    with torch.no_grad():
+        model.layers[2].first.weight.add_(1)
+    with pytest.raises(rd.ChangedError, match=r"layers\.2"):
+        loss.backward()
