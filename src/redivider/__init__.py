@@ -14,6 +14,7 @@ if _TYPE_CHECKING:
     from redivider.checks.memory import check_memory as check_memory
     from redivider.checks.memory import measure_memory as measure_memory
     from redivider.checks.reversibility import check_reversible as check_reversible
+    from redivider.convert.lifted import Lift as Lift
     from redivider.convert.reversible import make_plain as make_plain
     from redivider.convert.reversible import make_reversible as make_reversible
     from redivider.coupling import Coupling as Coupling
@@ -47,6 +48,7 @@ _HOMES = {
     "Fixed": "arithmetic",
     "Float": "arithmetic",
     "Fuse": "junction",
+    "Lift": "convert.lifted",
     "Muon": "optim.muon",
     "Pipeline": "pipeline.pipeline",
     "PipelineError": "errors",

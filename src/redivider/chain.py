@@ -136,6 +136,16 @@ class Chain(nn.Module):
             return x
         return _run_eagerly(self, x, side)
 
+    def inverse(self, streams: Any, /, **side: Any) -> Any:
+        """Return the input of a chain of couplings from its output, up to rounding."""
+        verify_keywords(side, self.takes)
+        for index, (key, unit) in reversed(list(enumerate(self._named_units()))):
+            with naming(name_unit(index, unit, key)):
+                if not isinstance(unit, Coupling):
+                    raise UnitError("it has no inverse; take the couplings alone, as chain[2:-2]")
+                streams = unit.inverse(streams, **taken(unit, side))
+        return streams
+
     def compile(self, **options: Any) -> None:
         """Compile the units one by one: every coupling's f, in forward and recovery, and junctions.
 

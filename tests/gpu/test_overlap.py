@@ -419,6 +419,7 @@ def test_auto_tries_both_and_says_what_it_chose(caplog):
     messages = [record.message for record in caplog.records if "auto" in record.message]
     assert len(messages) == 1 and "overlap" in messages[0] and "reverse" in messages[0]
     weigh(chain(tokens(8))).backward()  # another shape is another trial
+    assert chain._auto is not None
     (first, second) = chain._auto._trials.values()
     assert first.choice in ("reverse", "overlap") and second.choice is None
 

@@ -143,3 +143,28 @@ def test_its_text_says_how_it_runs():
     assert "backward='reverse', arithmetic=Fixed(bits=20)" in text
     assert "(2): Coupling(" in text and "Fuse('concat', dim=-1)" in text
     assert "takes=('mask',)" in repr(rd.Coupling(MLP(8), takes=["mask"]))
+
+
+def test_the_inverse_of_couplings_is_their_input():
+    torch.manual_seed(0)
+    couplings = [rd.Coupling(Masked(MLP(4)), takes=("mask",)) for _ in range(6)]
+    chain = rd.Chain(couplings).double()
+    a, b = torch.randn(2, 3, 4, dtype=torch.float64)
+    mask = torch.rand(3, 4, dtype=torch.float64)
+    with torch.no_grad():
+        back = chain.inverse(chain((a, b), mask=mask), mask=mask)
+    assert all(torch.allclose(x, y, rtol=0, atol=1e-13) for x, y in zip(back, (a, b), strict=True))
+    with pytest.raises(TypeError, match="no unit takes the keyword 'scale'"):
+        chain.inverse((a, b), scale=mask)
+    whole = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse()])
+    with pytest.raises(rd.UnitError, match="unit 7, Fuse: it has no inverse; take the couplings"):
+        whole.inverse(a)
+
+
+class Masked(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, x, mask):
+        return self.f(x) * mask

@@ -7,6 +7,7 @@ which keeps a few bits per value instead of activations. Parameters, buffers, ho
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache, wraps
 from inspect import signature
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from redivider.errors import UnitError, naming
 from redivider.lift import MAX_BITS
 
 Model = TypeVar("Model", bound=nn.Module)
-PLACE = "_redivider_place"  # attribute of a block: its rows, its index, and its plain form
+PLACE = "_redivider_place"  # attribute of a block: its rows, and its index in them
 ENABLE = "gradient_checkpointing_enable"
 
 
@@ -48,12 +49,10 @@ def make_reversible(
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= MAX_BITS:
         raise ValueError(f"bits must be a whole number from 1 to {MAX_BITS}, got {bits!r}")
-    if is_reversible(model):
-        raise ValueError(
-            f"{type(model).__name__} is reversible already; call rd.make_plain(model) first"
-        )
     name, found = find_blocks(model, blocks)
     for block in found:
+        if PLACE in vars(block):
+            raise ValueError(f"{name} is reversible already; call rd.make_plain(model) first")
         if "forward" in vars(block):
             raise ValueError(
                 f"the forward of a block in {name} has been replaced, as accelerate's hooks do; "
@@ -68,12 +67,14 @@ def make_reversible(
             )
     if len(set(found)) < len(found):
         raise ValueError(f"{name} has a block twice, and a block can have one place in a row")
-    rows = _Rows([f"{name}.{index}" for index in range(len(found))], bits, Fixed(grid))
+    names = [f"{name}.{index}" for index in range(len(found))]
+    rows = _Rows(names, [_Plain(block) for block in found], bits, Fixed(grid))
     for index, block in enumerate(found):
-        setattr(block, PLACE, (rows, index, _Plain(block)))  # in a tuple, it is no submodule
+        setattr(block, PLACE, (rows, index))
         kind: Any = type(block)
         block.__class__ = _reversible_class(kind)
-    model.register_forward_pre_hook(_switch_cache_off, with_kwargs=True)
+    if _switch_cache_off not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_switch_cache_off, with_kwargs=True)
     if hasattr(model, ENABLE):
         setattr(model, ENABLE, _refuse_checkpointing)
     return model
@@ -81,7 +82,7 @@ def make_reversible(
 
 def make_plain(model: Model) -> Model:
     """Undo `make_reversible`, in place; return the model."""
-    if not is_reversible(model):
+    if not any(PLACE in vars(module) for module in model.modules()):
         raise ValueError(f"{type(model).__name__} is not reversible")
     for block in model.modules():
         if PLACE in vars(block):
@@ -101,21 +102,18 @@ def make_plain(model: Model) -> Model:
     return model
 
 
-def is_reversible(model: nn.Module) -> bool:
-    """Return whether a model has blocks that `make_reversible` has changed."""
-    return any(PLACE in vars(module) for module in model.modules())
-
-
 class _Rows:
     """Rows of a list of blocks: one for every forward pass.
 
     Args:
         names: Names of the blocks.
+        plain: The blocks, each by its own forward.
         bits: Bits that a block keeps of every value.
         grid: Grid of the streams.
     """
 
-    def __init__(self, names: list[str], bits: int, grid: Fixed) -> None:
+    def __init__(self, names: list[str], plain: list["_Plain"], bits: int, grid: Fixed) -> None:
+        self.plain = plain
         self._names, self._bits, self._grid = names, bits, grid
         self._mailbox = Mailbox()
         self._row: LiftedRow | None = None  # while a forward pass is between two blocks
@@ -123,14 +121,22 @@ class _Rows:
         """Compiled functions, which blocks share that differ in their weights only."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Rows":
-        return _Rows(self._names, self._bits, self._grid)  # what is under way cannot be copied
+        # Without a pass that is under way: its graph cannot be copied.
+        copied = _Rows(self._names, [], self._bits, self._grid)
+        memo[id(self)] = copied  # the blocks lead back here
+        copied.plain = deepcopy(self.plain, memo)
+        return copied
+
+    @property
+    def trains(self) -> bool:
+        """Whether a block is in training mode; the others may be frozen in evaluation mode."""
+        return any(plain.wrapped.training for plain in self.plain)
 
     # A compiler cannot trace autograd nodes and rows.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(
-        self, index: int, plain: "_Plain", args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block as a part of its row."""
+        plain = self.plain[index]
         with naming(self._names[index]):
             if index == 0:
                 self._mailbox.poll()
@@ -184,15 +190,15 @@ def _reversible_class(kind: Any) -> Any:
 
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        rows, index, plain_block = getattr(self, PLACE)
-        if self.training and torch.is_grad_enabled():
-            return rows.run(index, plain_block, args, kwargs)
-        return plain_block(*args, **kwargs)
+        rows, index = getattr(self, PLACE)
+        if torch.is_grad_enabled() and rows.trains:
+            return rows.run(index, args, kwargs)
+        return rows.plain[index](*args, **kwargs)
 
     def compile(self: nn.Module, **options: Any) -> None:
         """Compile what the block computes; its row is not compiled."""
-        rows, _, plain_block = getattr(self, PLACE)
-        compile_units([plain_block], shared=rows.compiled, **options)
+        rows, index = getattr(self, PLACE)
+        compile_units([rows.plain[index]], shared=rows.compiled, **options)
 
     names = ("__module__", "__qualname__", "__doc__")
     methods = {"forward": forward, "compile": compile}

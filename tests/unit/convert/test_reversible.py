@@ -1,6 +1,7 @@
 """Blocks made reversible: gradients of the lift's recurrence, exact inputs, few bits."""
 
 import copy
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -267,6 +268,51 @@ def test_blocks_by_name():
     assert type(model["a"].layers[0]) is Block
     assert type(model["b"].layers[0]) is not Block
     assert type(model["b"].layers[0]).__name__ == "Block"
+
+
+def test_a_unit_of_a_chain():
+    def blocks():
+        torch.manual_seed(0)
+        return [nn.Linear(4, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 3)]
+
+    stem, *body, head = blocks()
+    chain = rd.Chain([stem, rd.Lift(body, takes=("scale",)), head])
+    reference: Any = nn.Sequential(*blocks())
+    for block in reference[1:-1]:
+        block.forward = partial(block.forward, scale=0.5)
+    plain = copy.deepcopy(reference)
+    follow(reference[1:-1], 2)
+    torch.manual_seed(5)
+    weigh(chain(inputs(), scale=0.5)).backward()
+    theirs = train(reference)
+    ours = dict(zip(theirs, gradients(chain).values(), strict=True))
+    assert worst_error(ours, theirs) <= 1e-5
+    chain.eval(), plain.eval()
+    assert torch.equal(chain(inputs(), scale=0.5), plain(inputs()))
+
+
+def test_several_lists_one_after_the_other():
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(Network(3), nn.Linear(3, 4), Network(2))
+
+    model, reference = make(), make()
+    for name, blocks in (("0.layers", reference[0].layers), ("2.layers", reference[2].layers)):
+        rd.make_reversible(model, 2, name)
+        follow(blocks, 2)
+    with pytest.raises(ValueError, match=r"2\.layers is reversible already"):
+        rd.make_reversible(model, 2, "2.layers")
+    assert len(model._forward_pre_hooks) == 1
+    assert worst_error(train(model), train(reference)) <= 1e-5
+
+
+def test_some_blocks_in_evaluation_mode():
+    model, reference = rd.make_reversible(network(), 2), network()
+    follow(reference.layers, 2)
+    for net in (model, reference):
+        for index in (0, 2):
+            net.layers[index].eval().requires_grad_(False)
+    assert worst_error(train(model), train(reference)) <= 1e-5
 
 
 def test_blocks_in_a_sequential():
