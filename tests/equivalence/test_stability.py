@@ -43,7 +43,7 @@ def radius(rate, late, lookahead):
     return max(abs(np.linalg.eigvals(np.stack([w - step, w, before, m]))))
 
 
-def growth(rate, latency, accumulate, lookahead, num_updates=100):
+def growth(rate, latency, accumulate, lookahead, num_updates=70):
     """Return by how much the weight of a pipeline grows in an update, in the end."""
     x = torch.ones(1, 1, dtype=torch.float64)
     weight = Weight()

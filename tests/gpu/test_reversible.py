@@ -1,0 +1,126 @@
+"""Reversible models on a GPU: exact in half precision, captured, compiled; late faults."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.lifted import Watched, follow
+from support.networks import MLP
+from support.oracle import gradients, weigh, worst_error
+from torch import nn
+
+import redivider as rd
+from redivider.convert import reversible
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the compiler's own
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+]
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.dropout = MLP(WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.dropout(self.mlp(x))
+
+
+def network(depth=4, dtype=torch.float32) -> Any:
+    torch.manual_seed(0)
+    body = nn.Sequential(*(Block() for _ in range(depth)))
+    return nn.Sequential(nn.Linear(8, WIDTH), body, nn.Linear(WIDTH, 5)).to("cuda", dtype)
+
+
+def inputs(dtype=torch.float32):
+    return torch.randn(16, 3, 8, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
+
+
+def train(model, dtype=torch.float32):
+    torch.manual_seed(5)
+    model.zero_grad()
+    weigh(model(inputs(dtype))).backward()
+    return gradients(model)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    monkeypatch.setattr(reversible, "LiftedRow", Watched)
+    monkeypatch.setattr(Watched, "num_compared", 0)
+    return Watched
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_gradients_are_those_of_the_recurrence(bits):
+    model, reference = rd.make_reversible(network(), bits), network()
+    follow(reference[1], bits)
+    assert worst_error(train(model), train(reference)) <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_recovered_streams_are_exact(dtype, watched):
+    train(rd.make_reversible(network(64, dtype), 2), dtype)
+    assert watched.num_compared == 2 * 63
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_with_a_scaler(dtype, watched):
+    model = rd.make_reversible(network(), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    before = [param.detach().clone() for param in model.parameters()]
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype):
+            loss = model(inputs()).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert watched.num_compared == 3 * 6
+    pairs = zip(before, model.parameters(), strict=True)
+    assert not any(torch.equal(old, new) for old, new in pairs)
+
+
+def test_a_captured_step_is_an_eager_one():
+    model, other = (rd.make_reversible(network(), 2) for _ in range(2))
+
+    def step(net, x):
+        net.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    run = rd.capture(lambda x: step(model, x), (inputs(),))
+    torch.manual_seed(7)
+    captured = run(inputs())
+    torch.manual_seed(7)
+    eager = step(other, inputs())
+    assert captured.isfinite() and eager.isfinite()
+    assert float((captured - eager).abs()) <= 0.1 * float(eager)  # other signs and dropout masks
+
+
+def test_compiled_blocks(watched):
+    model, plain = rd.make_reversible(network(), 2), network()
+    for net in (model, plain):
+        for block in net[1]:
+            block.dropout.p = 0.0
+    for block in model[1]:
+        block.compile()
+    train(model)
+    assert watched.num_compared == 6
+    assert torch.allclose(model.eval()(inputs()), plain.eval()(inputs()), rtol=1e-4, atol=1e-5)
+
+
+def test_values_beyond_the_grid_are_reported_by_the_next_step():
+    model = rd.make_reversible(network(), 2)
+    with torch.no_grad():
+        model[1][2].mlp[-1].bias.fill_(5000)
+    loss = weigh(model(inputs()))
+    assert loss.isnan()
+    torch.cuda.synchronize()
+    with pytest.raises(OverflowError, match=r"1\.2: values of .*grid=16\)"):
+        model(inputs())
