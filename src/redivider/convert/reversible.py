@@ -7,7 +7,6 @@ which keeps a few bits per value instead of activations. Parameters, buffers, ho
 """
 
 from collections.abc import Callable
-from copy import deepcopy
 from functools import cache, wraps
 from inspect import signature
 from typing import Any, TypeVar
@@ -120,12 +119,9 @@ class _Rows:
         self.compiled: dict[Any, Any] = {}
         """Compiled functions, which blocks share that differ in their weights only."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Rows":
-        # Without a pass that is under way: its graph cannot be copied.
-        copied = _Rows(self._names, [], self._bits, self._grid)
-        memo[id(self)] = copied  # the blocks lead back here
-        copied.plain = deepcopy(self.plain, memo)
-        return copied
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles are without a pass that is under way, and without compiled functions.
+        return {**vars(self), "_row": None, "compiled": {}}
 
     @property
     def trains(self) -> bool:
@@ -200,11 +196,23 @@ def _reversible_class(kind: Any) -> Any:
         rows, index = getattr(self, PLACE)
         compile_units([rows.plain[index]], shared=rows.compiled, **options)
 
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        """Copy and pickle by the block's own class, since this one has no name of its own."""
+        reduced: Any = object.__reduce_ex__(self, protocol)
+        return _revive, (kind,), *reduced[2:]
+
     names = ("__module__", "__qualname__", "__doc__")
-    methods = {"forward": forward, "compile": compile}
+    methods = {"forward": forward, "compile": compile, "__reduce_ex__": reduce}
     made = type(kind.__name__, (kind,), methods | {name: getattr(kind, name) for name in names})
     _ORIGINAL[made] = kind
     return made
+
+
+def _revive(kind: Any) -> Any:
+    """Make an empty block of a class that is reversible."""
+    block = kind.__new__(kind)
+    block.__class__ = _reversible_class(kind)
+    return block
 
 
 def _switch_cache_off(
