@@ -56,6 +56,14 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def remove_forward_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Remove a hook from a module, if it is there, without the handle of its registration."""
+    for key, other in list(module._forward_pre_hooks.items()):
+        if other is hook:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
 def has_grad_hooks(tensor: Tensor) -> bool:
     """Return whether a tensor has hooks for its gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)

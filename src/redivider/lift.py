@@ -36,7 +36,7 @@ class Lifted(NamedTuple):
     kept: Tensor
     """Bits that the shift has dropped, packed."""
     fault: Tensor
-    """Flag that is set where the difference of the streams does not fit into 32 bits."""
+    """Flag that is set where a number does not fit into 32 bits."""
 
 
 def draw_signs(like: Tensor) -> Tensor:
@@ -48,9 +48,11 @@ def draw_signs(like: Tensor) -> Tensor:
 def lift(u: Tensor, x: Tensor, sign: Tensor, bits: int) -> Lifted:
     """Return the point at which the next block is evaluated, from streams on the grid."""
     d = u - x
-    wrapped = ((u ^ x) & (u ^ d)).lt(0).any()
-    kept = pack((d & (2**bits - 1)).to(torch.uint8), bits)
-    return Lifted(u + sign * (d >> bits), kept, wrapped)
+    step = sign * (d >> bits)
+    lifted = u + step
+    # A sum or a difference that has wrapped has the wrong sign.
+    wrapped = (((u ^ x) & (u ^ d)) | ((u ^ lifted) & (step ^ lifted))).lt(0).any()
+    return Lifted(lifted, pack((d & (2**bits - 1)).to(torch.uint8), bits), wrapped)
 
 
 def undo_lift(u: Tensor, lifted: Tensor, sign: Tensor, kept: Tensor, bits: int) -> Tensor:

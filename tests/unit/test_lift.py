@@ -37,8 +37,10 @@ def test_one_sign_for_every_sample():
     assert sign.shape == (64, 1, 1) and set(sign.flatten().tolist()) == {-1, 1}
 
 
-def test_a_difference_beyond_the_grid_is_a_fault():
+def test_numbers_beyond_the_grid_are_a_fault():
     u = torch.tensor([[2**31 - 1]], dtype=torch.int32)
     x = torch.tensor([[-5]], dtype=torch.int32)
     assert lift(u, x, torch.ones_like(u), 2).fault
-    assert not lift(u, -x, torch.ones_like(u), 2).fault
+    assert not lift(u, -x, -torch.ones_like(u), 2).fault
+    u, x = (torch.tensor([[size * 2**20]], dtype=torch.int32) for size in (2000, 1600))
+    assert lift(u, x, torch.ones_like(u), 2).fault  # 2,100 is beyond the grid

@@ -53,6 +53,20 @@ def test_a_backward_that_keeps_its_graph(keeps):
     assert seen == [keeps]
 
 
+def test_a_hook_is_removed_without_its_handle():
+    module, seen = nn.Linear(2, 2), []
+
+    def hook(module, args, kwargs):
+        seen.append("removed")
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+    module.register_forward_pre_hook(lambda *_: seen.append("stays"))
+    private.remove_forward_pre_hook(module, hook)
+    private.remove_forward_pre_hook(module, hook)
+    module(torch.zeros(2))
+    assert seen == ["stays"]
+
+
 def test_a_call_runs_the_compiled_function():
     module = nn.Linear(2, 2)
     assert private.compiled_call(module) is None

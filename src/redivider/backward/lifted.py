@@ -43,8 +43,8 @@ class LiftedRow:
         """Index of the block whose turn it is."""
         self._mailbox = mailbox
         self._stored: Streams  # in the forward: (u, x) on the grid
-        self._x: Tensor | None = None  # the second stream, as autograd sees it
-        self._expected: Any = None  # mark of the stream that the last block has returned
+        # What the last block has returned: without its graph, and its mark and flag of that time.
+        self._expected: tuple[Tensor, Any, bool]
         self._peaks: list[Tensor] = []
         self._outputs: dict[int, Streams] = {}  # in the backward: recovered streams by block
 
@@ -54,34 +54,47 @@ class LiftedRow:
         return self.next == len(self.names)
 
     def run(
-        self, block: nn.Module, u: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the block whose turn it is on the stream that the last block has returned."""
+        self,
+        block: nn.Module,
+        u: Tensor,
+        x: Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, Tensor]:
+        """Run the block whose turn it is; return its result, and the new second stream.
+
+        The row must not hold the second stream itself: its graph leads back to the row.
+
+        Args:
+            block: The block.
+            u: Stream that the last block has returned.
+            x: Second stream, as autograd sees it; None for the first block.
+            args: Other arguments of the block.
+            kwargs: Its keywords.
+        """
         index = self.next
         if index == 0:
             self.dtype = u.dtype
             stored, fault = self.grid.store(u)
             self._stored = (stored, stored)
             self._note_fault(fault, u)
-        elif mark(u) != self._expected:
+        elif not _is_same(u, *self._expected):
             raise UnitError(
                 "its input is not the output of the block before, which a row of blocks needs to "
                 "be rebuilt; what lies between blocks must not change it"
             )
         call, tensors = Call.split(block, (u, *args), kwargs)
-        streams = [u] if self._x is None else [u, self._x]
+        streams = [u] if x is None else [u, x]
         node = _KeptBits(self, index, call, len(streams))
-        out, self._x, *beside = node.apply([*streams, *tensors[1:]])
+        out, point, *beside = node.apply([*streams, *tensors[1:]])
         self.next += 1
-        self._expected = mark(out)
+        self._expected = out.detach(), mark(out), out.requires_grad
         if self.is_complete:
-            self._x = None
-            del self._stored
+            del self._stored, self._expected
             self._post_faults()
         leaves = iter([out, *beside])
-        return tree_unflatten(
-            [next(leaves) if is_tensor else other for is_tensor, other in node.leaves], node.spec
-        )
+        values = [next(leaves) if is_tensor else other for is_tensor, other in node.leaves]
+        return tree_unflatten(values, node.spec), point
 
     def lift(self, index: int) -> tuple[Tensor, list[Tensor]]:
         """Return the point at which a block is evaluated, and what the inverse needs."""
@@ -145,7 +158,7 @@ class LiftedRow:
 
     def _note_fault(self, fault: Tensor | None, value: Tensor, *others: Tensor) -> None:
         """Note where a value leaves the grid; on the CPU, raise at once."""
-        if fault is None or fault.is_meta:
+        if fault is None or fault.is_meta or not value.numel():
             return
         if fault.device.type == "cpu":
             if fault:
@@ -182,7 +195,10 @@ class _KeptBits(Kept):
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         row, others = self._row, tensors[self._num_streams :]
         x, kept = row.lift(self._index)
-        output, self._record = self._call.first_run([x, *others], with_graph=True)
+        # As in the second run, so that both use the same kernels.
+        goes_on = any(stream.requires_grad for stream in tensors[: self._num_streams])
+        point = x.detach().requires_grad_(goes_on)
+        output, self._record = self._call.first_run([point, *others], with_graph=True)
         leaves, self.spec = tree_flatten(output)
         self.leaves = [
             (isinstance(leaf, Tensor), None if isinstance(leaf, Tensor) else leaf)
@@ -252,6 +268,12 @@ def _verify_output(leaves: Sequence[Any], x: Tensor) -> list[Tensor]:
             f"tuple that begins with it, got {kind}"
         )
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _is_same(u: Tensor, expected: Tensor, marked: Any, requires_grad: bool) -> bool:
+    """Return whether a tensor is what a block has returned, or a view of all of it."""
+    ours, theirs = ((t.shape, t.stride(), t.storage_offset(), t.dtype) for t in (u, expected))
+    return (mark(u), ours, u.requires_grad) == (marked, theirs, requires_grad)
 
 
 def _peak(*tensors: Tensor) -> Tensor:

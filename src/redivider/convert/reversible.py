@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from redivider._torch_private import compiled_call
+from redivider._torch_private import compiled_call, remove_forward_pre_hook
 from redivider.arithmetic import Fixed
 from redivider.backward.lifted import LiftedRow
 from redivider.backward.mailbox import Mailbox
@@ -37,8 +37,8 @@ def make_reversible(
 
     In `train()` and with gradients, a block keeps `bits` bits of every value, where checkpointing
     keeps 16 or 32, and is evaluated slightly off its input: by 2^-bits of about one residual, in a
-    random direction. In `eval()`, and without gradients, the network is the original one, bit for
-    bit. `rd.make_plain` undoes it.
+    random direction. In `eval()`, and under `torch.no_grad()`, it is the original network.
+    `rd.make_plain` undoes it.
 
     Args:
         model: A network with a list of blocks that keep the shape of their input.
@@ -72,8 +72,8 @@ def make_reversible(
         setattr(block, PLACE, (rows, index))
         kind: Any = type(block)
         block.__class__ = _reversible_class(kind)
-    if _switch_cache_off not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_switch_cache_off, with_kwargs=True)
+    remove_forward_pre_hook(model, _switch_cache_off)  # of a call for another list
+    model.register_forward_pre_hook(_switch_cache_off, with_kwargs=True)
     if hasattr(model, ENABLE):
         setattr(model, ENABLE, _refuse_checkpointing)
     return model
@@ -92,10 +92,7 @@ def make_plain(model: Model) -> Model:
             block.__class__ = _ORIGINAL[type(block)]
             delattr(block, PLACE)
     for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is _switch_cache_off:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        remove_forward_pre_hook(module, _switch_cache_off)
         if vars(module).get(ENABLE) is _refuse_checkpointing:
             delattr(module, ENABLE)
     return model
@@ -116,12 +113,13 @@ class _Rows:
         self._names, self._bits, self._grid = names, bits, grid
         self._mailbox = Mailbox()
         self._row: LiftedRow | None = None  # while a forward pass is between two blocks
+        self._x: Tensor | None = None  # its second stream
         self.compiled: dict[Any, Any] = {}
         """Compiled functions, which blocks share that differ in their weights only."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are without a pass that is under way, and without compiled functions.
-        return {**vars(self), "_row": None, "compiled": {}}
+        return {**vars(self), "_row": None, "_x": None, "compiled": {}}
 
     @property
     def trains(self) -> bool:
@@ -132,12 +130,13 @@ class _Rows:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block as a part of its row."""
-        plain = self.plain[index]
+        if index == 0:
+            self._mailbox.poll()
+            self._row = LiftedRow(self._names, self._bits, self._grid, self._mailbox)
+            self._x = None
+        row, x, plain = self._row, self._x, self.plain[index]
+        self._row = self._x = None  # a pass that fails here is over
         with naming(self._names[index]):
-            if index == 0:
-                self._mailbox.poll()
-                self._row = LiftedRow(self._names, self._bits, self._grid, self._mailbox)
-            row = self._row
             if row is None or row.next != index:
                 raise UnitError(
                     "blocks must run in their order, each once; a model that skips blocks, as by "
@@ -146,10 +145,10 @@ class _Rows:
             if getattr(plain.wrapped, "gradient_checkpointing", False):
                 _refuse_checkpointing()
             u, args, kwargs = plain.split_stream(args, kwargs)
-            result = row.run(plain, u, *_without_cache(args, kwargs))
-            if row.is_complete:
-                self._row = None  # the graph holds what it needs
-            return result
+            result, x = row.run(plain, u, x, *_without_cache(args, kwargs))
+        if not row.is_complete:  # else the graph holds what it needs
+            self._row, self._x = row, x
+        return result
 
 
 class _Plain(nn.Module):
@@ -187,7 +186,15 @@ def _reversible_class(kind: Any) -> Any:
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         rows, index = getattr(self, PLACE)
-        if torch.is_grad_enabled() and rows.trains:
+        is_training = torch.is_grad_enabled() and rows.trains
+        if rows.plain[index].wrapped is not self:  # a shallow copy, with weights of its own
+            if is_training:
+                raise UnitError(
+                    "nn.DataParallel and other shallow copies cannot train a reversible model; "
+                    "use DistributedDataParallel"
+                )
+            return kind.forward(self, *args, **kwargs)
+        if is_training:
             return rows.run(index, args, kwargs)
         return rows.plain[index](*args, **kwargs)
 
@@ -219,8 +226,9 @@ def _switch_cache_off(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Build no key-value cache in training: a block that runs twice would append to it twice."""
-    is_known = "use_cache" in signature(model.forward).parameters
-    if not (model.training and torch.is_grad_enabled() and is_known):
+    names = [*signature(model.forward).parameters]
+    is_keyword = "use_cache" in names[len(args) :]
+    if not (model.training and torch.is_grad_enabled() and is_keyword):
         return None
     return args, {**kwargs, "use_cache": False}
 

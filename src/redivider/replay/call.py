@@ -97,6 +97,9 @@ class Call:
             # The graph is temporary, so the caller's hooks on saved tensors must not see it.
             with saved_tensors_hooks(_keep, _keep):
                 run, record = self.only_run(tensors, needs, record=record)
+            for leaf in run.leaves:
+                if leaf.requires_grad:
+                    leaf.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
             return map_tensors(Tensor.detach, run.output), record
         if self.module not in _verified:
             _verify_unsharded(self.modules)
@@ -248,6 +251,14 @@ def place_grads(grads: Iterable[Tensor | None], leaves: Sequence[Tensor]) -> lis
     """Return the gradients of all leaves, where only those that need one are given."""
     following = iter(grads)
     return [next(following) if leaf.requires_grad else None for leaf in leaves]
+
+
+def _refuse_gradient(grad: Tensor) -> None:
+    raise UnitError(
+        "a gradient reached a tensor that was kept inside of the module in the forward, such as a "
+        "loss of its own, logits of a router or a map of attention; the graph of that run is not "
+        "kept, so the gradient would be lost: return the tensor beside the output"
+    )
 
 
 def _keep(tensor: Tensor) -> Tensor:

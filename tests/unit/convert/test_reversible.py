@@ -1,6 +1,7 @@
 """Blocks made reversible: gradients of the lift's recurrence, exact inputs, few bits."""
 
 import copy
+import gc
 import io
 from functools import partial
 from itertools import pairwise
@@ -359,14 +360,144 @@ def test_bad_arguments_change_nothing(call, message):
     assert "reversible already" in message or type(model.layers[0]) is Block
 
 
-def test_what_a_row_cannot_rebuild_is_refused():
+def change(name, x):
+    """Change a stream between two blocks; the last ones may reuse the memory of the first."""
+    if name == "in place":
+        x.data.add_(1)
+        torch.autograd.graph.increment_version(x)
+    return {
+        "scaled": lambda: x * 2,
+        "in place": lambda: x,
+        "transposed": lambda: x.transpose(0, 1),
+        "shorter": lambda: x[:, 1:],
+        "detached": lambda: x.detach(),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", ["scaled", "in place", "transposed", "shorter", "detached"])
+def test_a_stream_that_changes_between_blocks_is_refused(name):
+    model = rd.make_reversible(network(), 2)
+    x = model.layers[0](model.stem(torch.randn(3, 3, 4)))
+    with pytest.raises(rd.UnitError, match=r"layers\.1: its input is not the output of the block"):
+        model.layers[1](change(name, x))
+
+
+def test_memory_that_is_used_again_is_no_stream():
+    model = rd.make_reversible(network(), 2)
+    x = model.layers[0](model.stem(inputs()))
+    for _ in range(4):
+        x = x + 1
+    with pytest.raises(rd.UnitError, match=r"layers\.1: its input is not the output of the block"):
+        model.layers[1](x)
+
+
+def test_blocks_out_of_order_are_refused():
     model = rd.make_reversible(network(), 2)
     x = model.stem(inputs())
     with pytest.raises(rd.UnitError, match=r"layers\.1: blocks must run in their order"):
         model.layers[1](x)
-    x = model.layers[0](x)
-    with pytest.raises(rd.UnitError, match=r"layers\.1: its input is not the output of the block"):
-        model.layers[1](x * 2)
+
+
+class Failing(Block):
+    """A block that fails when it is told to."""
+
+    fails = False
+
+    def forward(self, x, scale=None):
+        y = super().forward(x, scale)
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return y
+
+
+def test_a_pass_that_fails_is_over_and_leaves_nothing():
+    model = rd.make_reversible(network(), 2)
+    expected = {name: grad.clone() for name, grad in train(model).items()}
+    model = network()
+    model.layers[2] = Failing()
+    model.layers[2].load_state_dict(network().layers[2].state_dict())
+    rd.make_reversible(model, 2, "layers")
+    gc.collect()
+    with Live() as live:
+        for _ in range(3):
+            model.layers[2].fails = True
+            x = model.layers[1](model.layers[0](model.stem(inputs())))
+            with pytest.raises(RuntimeError, match="out of memory"):
+                model.layers[2](x)
+            model.layers[2].fails = False
+            with pytest.raises(rd.UnitError, match=r"layers\.2: blocks must run in their order"):
+                model.layers[2](x)  # its streams are gone
+            del x
+        gc.collect()
+        assert live.bytes == 0
+    assert worst_error(train(model), expected) == 0
+
+
+def test_a_pass_that_is_left_is_forgotten_by_the_next():
+    model = rd.make_reversible(network(), 2)
+    held = []
+    with Live() as live:
+        for _ in range(4):
+            model.layers[1](model.layers[0](model.stem(inputs())))
+            held.append(live.bytes)
+    assert held[1] == held[3]
+
+
+class Keeping(Block):
+    """A block that keeps a loss of its own, which it does not return."""
+
+    def forward(self, x, scale=None):
+        y = super().forward(x, scale)
+        self.aside = y.square().mean()
+        return y
+
+
+def test_gradients_of_what_a_block_keeps_inside_are_refused():
+    model = network()
+    model.layers = nn.ModuleList(Keeping() for _ in range(3))
+    rd.make_reversible(model, 2)
+    loss = weigh(model(inputs())) + model.layers[1].aside
+    with pytest.raises(rd.UnitError, match="a gradient reached a tensor that was kept inside"):
+        loss.backward()
+
+
+class Noting(Block):
+    seen: list[bool]
+
+    def forward(self, x, scale=None):
+        self.seen.append(x.requires_grad)
+        return super().forward(x, scale)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_both_runs_of_a_block_see_the_same_flags(is_frozen):
+    model = network()
+    model.layers = nn.ModuleList(Noting() for _ in range(3))
+    for layer in model.layers:
+        layer.seen = []
+    model.stem.requires_grad_(not is_frozen)
+    model.layers[0].requires_grad_(not is_frozen)
+    rd.make_reversible(model, 2)
+    train(model)
+    seen = [layer.seen for layer in model.layers]
+    assert seen[1] == ([False] * 2 if is_frozen else [True] * 2)
+    assert seen[2] == [True] * 2
+
+
+def test_a_shallow_copy_has_its_own_weights_and_does_not_train():
+    model = rd.make_reversible(network(dropout=0))
+    block = copy.copy(model.layers[0])
+    block._modules = {**block._modules, "second": nn.Linear(2 * WIDTH, WIDTH)}
+    x = torch.randn(2, WIDTH)
+    with torch.no_grad():
+        assert not torch.equal(block(x), model.layers[0](x))
+    with pytest.raises(rd.UnitError, match=r"nn\.DataParallel .* cannot train"):
+        block(x)
+
+
+def test_no_samples():
+    model = rd.make_reversible(network(), 2)
+    model(torch.randn(0, 3, 4)).sum().backward()
 
 
 def test_a_block_whose_forward_was_replaced_is_refused():
