@@ -1,4 +1,4 @@
-"""Lifted row: residual blocks that run reversibly by the lift (lift.py), one autograd node each.
+"""Lifted row: residual blocks that run reversibly by the lift (lift.py), one autograd node a block.
 
     forward    (u, u) --> block 0 --> block 1 --> ... --> block n-1 --> (u, x), kept
                             bits        bits                 bits
@@ -189,7 +189,7 @@ class _KeptBits(Kept):
         self._record: Record
         self._sign: Tensor | None = None
         self.leaves: list[tuple[bool, Any]]
-        """Leaves of the block's output: whether each is a tensor, and its value if it is not."""
+        """Leaves of the block's output: True and None for a tensor, else False and the value."""
         self.spec: Any
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

@@ -16,15 +16,15 @@ def find_blocks(model: nn.Module, name: str | None) -> tuple[str, list[nn.Module
     """
     if name is not None:
         try:
-            found = model.get_submodule(name)
+            members = model.get_submodule(name)
         except AttributeError:
             raise ValueError(f"blocks={name!r}: the model has no module of that name") from None
-        if not isinstance(found, LISTS) or not len(found):
+        if not isinstance(members, LISTS) or not len(members):
             raise ValueError(
                 f"blocks={name!r} must name a list of blocks, a ModuleList or Sequential, got "
-                f"{type(found).__name__}"
+                f"{type(members).__name__}"
             )
-        return name, list(found)
+        return name, list(members)
     candidates = dict(_candidates(model))
     if len(candidates) == 1:
         name, blocks = next(iter(candidates.items()))

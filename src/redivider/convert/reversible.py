@@ -48,8 +48,8 @@ def make_reversible(
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= MAX_BITS:
         raise ValueError(f"bits must be a whole number from 1 to {MAX_BITS}, got {bits!r}")
-    name, found = find_blocks(model, blocks)
-    for block in found:
+    name, members = find_blocks(model, blocks)
+    for block in members:
         if PLACE in vars(block):
             raise ValueError(f"{name} is reversible already; call rd.make_plain(model) first")
         if "forward" in vars(block):
@@ -64,11 +64,11 @@ def make_reversible(
                 "gradient checkpointing is on, and a reversible model does without; call "
                 "model.gradient_checkpointing_disable() first"
             )
-    if len(set(found)) < len(found):
+    if len(set(members)) < len(members):
         raise ValueError(f"{name} has a block twice, and a block can have one place in a row")
-    names = [f"{name}.{index}" for index in range(len(found))]
-    rows = _Rows(names, [_Plain(block) for block in found], bits, Fixed(grid))
-    for index, block in enumerate(found):
+    names = [f"{name}.{index}" for index in range(len(members))]
+    rows = _Rows(names, [_Plain(block) for block in members], bits, Fixed(grid))
+    for index, block in enumerate(members):
         setattr(block, PLACE, (rows, index))
         kind: Any = type(block)
         block.__class__ = _reversible_class(kind)
@@ -103,7 +103,7 @@ class _Rows:
 
     Args:
         names: Names of the blocks.
-        plain: The blocks, each by its own forward.
+        plain: The blocks, as modules that run by the original forward.
         bits: Bits that a block keeps of every value.
         grid: Grid of the streams.
     """
@@ -139,7 +139,7 @@ class _Rows:
         with naming(self._names[index]):
             if row is None or row.next != index:
                 raise UnitError(
-                    "blocks must run in their order, each once; a model that skips blocks, as by "
+                    "blocks must run in their order, and once; a model that skips blocks, as by "
                     "layer drop, cannot be trained reversibly"
                 )
             if getattr(plain.wrapped, "gradient_checkpointing", False):
@@ -152,7 +152,7 @@ class _Rows:
 
 
 class _Plain(nn.Module):
-    """A block by its own forward, without its hooks, which the caller's call runs.
+    """A block that runs by its original forward, without hooks: the caller's call runs those.
 
     Args:
         block: The block, before its class changes.

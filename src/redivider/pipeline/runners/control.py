@@ -4,7 +4,7 @@ A graph reads the same addresses at every replay. So these numbers lie in small 
 
     numbers   micro-batch of the loss | slot to fill, slot to read   for each ring buffer
               set by the host before the first tick, then counted by every graph
-    rates     learning rate of each group
+    rates     learning rate of every parameter group
               set by the host when they change
 """
 

@@ -142,31 +142,15 @@ def _adam(weights: Any, grads: Any, moments: Any, squares: Any, steps: Any, *res
         torch._foreach_copy_(copies, cast)
 
 
-def _muon(
-    weights: Any,
-    grads: Any,
-    moments: Any,
-    cast: Any,
-    copies: Any,
-    rate: Any,
-    fault: Any,
-    settings: Any,
-) -> None:
+def _muon(weights: Any, grads: Any, moments: Any, *rest: Any) -> None:
+    cast, copies, rate, fault, settings = rest
     muon(weights, grads, moments, rate=rate, found_inf=fault, **settings)
     if copies:
         torch._foreach_copy_(copies, cast)
 
 
-def _muon_sgd(
-    weights: Any,
-    grads: Any,
-    moments: Any,
-    cast: Any,
-    copies: Any,
-    rate: Any,
-    fault: Any,
-    settings: Any,
-) -> None:
+def _muon_sgd(weights: Any, grads: Any, moments: Any, *rest: Any) -> None:
+    cast, copies, rate, fault, settings = rest
     if settings["weight_decay"]:
         decay = torch.where(fault == 0, rate, 0) * settings["weight_decay"]
         torch._foreach_mul_(weights, 1 - decay)
