@@ -134,6 +134,19 @@ def test_the_weights_alone_are_the_models_own_state_dict():
         assert torch.equal(other.eval()(x, mask=mask), pipe.evaluate(x, mask=mask))
 
 
+def test_a_state_with_the_former_name_of_lookahead_loads():
+    _, pipe = build("petra", lookahead=True)
+    feed(pipe, 0, 7)
+    state = pipe.state_dict()
+    state["pipeline"]["lookahead"] = "momentum"
+    _, other = build("petra", lookahead=True)
+    other.load_state_dict(state)
+    assert equal(feed(other, 7, 5), feed(pipe, 7, 5))
+    _, plain = build("petra")
+    with pytest.raises(StateError, match="its lookahead is displacement, not None"):
+        plain.load_state_dict(state)
+
+
 def test_a_state_is_a_copy():
     _, pipe = build()
     feed(pipe, 0, 9)

@@ -239,19 +239,19 @@ def muon(
         torch._foreach_mul_(params, 1 - rate * weight_decay)
     alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     for param, step in zip(params, steps, strict=True):
-        matrix = step.permute(_order(param)).flatten(1)
+        matrix = step.permute(memory_order(param)).flatten(1)
         key = (matrix.shape, matrix.dtype, matrix.device)
         alike.setdefault(key, []).append((param, matrix))
     for (shape, _, _), members in alike.items():
         batch = orthogonalise(torch.stack([matrix for _, matrix in members]))
         batch = batch.to(members[0][1].dtype).mul_(rate * SCALES[scale](*shape))
         # Views in the order of memory, so that nothing is copied.
-        weights = [param.permute(_order(param)) for param, _ in members]
+        weights = [param.permute(memory_order(param)) for param, _ in members]
         updates = [step.view(weight.shape) for step, weight in zip(batch, weights, strict=True)]
         torch._foreach_sub_(weights, updates)
 
 
-def _order(param: Tensor) -> list[int]:
+def memory_order(param: Tensor) -> list[int]:
     """Return the dimensions in the order of memory, rows first.
 
     Columns of a matrix may have any order. That of memory spares filters in channels_last a copy.

@@ -10,7 +10,7 @@ from support.networks import MLP
 from torch import nn
 
 import redivider as rd
-from redivider.optim.muon import SCALES, orthogonalise, split_parameters
+from redivider.optim.muon import SCALES, memory_order, orthogonalise, split_parameters
 
 SHAPES = {"wide": (5, 12), "tall": (12, 5), "square": (7, 7), "row": (1, 6), "column": (6, 1)}
 
@@ -160,6 +160,9 @@ def test_the_order_of_memory_does_not_matter():
             optimizer.step()
     assert torch.allclose(one.weight, other.weight, rtol=1e-12)
     assert other.weight.is_contiguous(memory_format=torch.channels_last)
+    # A matrix is a view of either, so that a step copies no filter.
+    for layer in (one, other):
+        assert layer.weight.permute(memory_order(layer.weight)).is_contiguous()
 
 
 def test_nothing_to_orthogonalise_and_nothing_else():
