@@ -45,6 +45,17 @@ def original_module(module: nn.Module) -> nn.Module | None:
     return getattr(module, "_orig_mod", None)
 
 
+def loops_in_order() -> contextlib.AbstractContextManager[None]:
+    """Compile without reordering loops after fusion.
+
+    On updates of lists of tensors the reordering of torch 2.11 stops with an AssertionError.
+    """
+    from torch._inductor import config
+
+    patch: contextlib.AbstractContextManager[None] = config.patch(loop_ordering_after_fusion=False)
+    return patch
+
+
 def has_call_hooks(module: nn.Module) -> bool:
     """Return whether a call of the module runs hooks, forward or backward."""
     has_backward_hooks = bool(module._backward_hooks or module._backward_pre_hooks)

@@ -20,6 +20,7 @@ class Tape(Graphs):
         self.current = MAIN
         self.random = random.Random(seed)
         self.num_replays = 0
+        self.preferred: list[set[int]] = []
         self.segments: list[list[tuple[int, Any]]] = []  # of the part that is recorded
 
     @contextmanager
@@ -27,6 +28,9 @@ class Tape(Graphs):
         before, self.current = self.current, index
         yield
         self.current = before
+
+    def prefer(self, lanes):
+        self.preferred.append(set(lanes))
 
     def fork(self):
         if not self.segments:

@@ -80,6 +80,15 @@ def test_a_call_runs_the_compiled_function():
     assert private.original_module(other) is None
 
 
+def test_loops_stay_in_order():
+    from torch._inductor import config
+
+    before = config.loop_ordering_after_fusion
+    with private.loops_in_order():
+        assert not config.loop_ordering_after_fusion
+    assert config.loop_ordering_after_fusion == before
+
+
 @pytest.mark.parametrize(
     "register",
     [

@@ -2,8 +2,8 @@
 
 Time in a tick. With whole latencies no stage reads what another stage computes in the same tick,
 and a stage's forward reads nothing that its backward computes. So each of them is a branch of the
-graph. An update waits for both branches of its stage. With three stages and latency 1, when
-micro-batch n enters:
+graph. An update waits for both branches of its stage, which go first. With three stages and latency
+1, when micro-batch n enters:
 
     main    copy inputs --+                                     +-- count batches
     lane 0                +-- stage 0: F n --------+            |
@@ -284,7 +284,8 @@ class CapturedRunner(Execution):
     def _record_phase(self, entering: int, start: TickState) -> Phase:
         pipe = self._pipe
         before = [stage.num_updates for stage in pipe.stages]
-        self._recording.begin_phase(len(self._phases))
+        updating = [s.index for s in pipe.stages if s.num_pending + 1 == pipe.accumulate]
+        self._recording.begin_phase(len(self._phases), updating)
         for stage in pipe.stages:
             stage.forget_prediction()
             if stage.optimizer is not None:

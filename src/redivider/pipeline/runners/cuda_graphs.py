@@ -8,7 +8,7 @@ Work may be cut into parts, between which the host does what a graph cannot hold
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,6 +20,7 @@ Result = TypeVar("Result")
 Replay: TypeAlias = Callable[[], None]
 
 NUM_PER_PRIORITY = 32  # distinct CUDA streams that torch's pool has for each priority
+NUM_PRIORITIES = 4  # of torch's pools: 0, and -3 for what goes first
 
 
 class Graphs(ABC):
@@ -31,6 +32,10 @@ class Graphs(ABC):
     @abstractmethod
     def lane(self, index: int) -> AbstractContextManager[Any]:
         """Return a context whose work goes to a lane."""
+
+    @abstractmethod
+    def prefer(self, lanes: Collection[int]) -> None:
+        """Let these lanes go first where lanes compete, until the next call."""
 
     @abstractmethod
     def fork(self) -> None:
@@ -60,12 +65,12 @@ class CudaGraphs(Graphs):
         self._device = device
         # Beyond the pool of one priority torch hands out the same streams again, and two lanes
         # would share one: so take further lanes from the next priority.
-        self._main, *self._streams = (
-            torch.cuda.Stream(  # type: ignore[no-untyped-call]
-                device, priority=-(index // NUM_PER_PRIORITY)
-            )
-            for index in range(num_lanes + 1)
-        )
+        pools = [index // NUM_PER_PRIORITY for index in range(num_lanes + 1)]
+        self._main, *self._usual = (_stream(device, pool) for pool in pools)
+        self._streams = self._preferred = self._usual
+        if pools[-1] < NUM_PRIORITIES / 2:  # else there are too few pools
+            first = NUM_PRIORITIES - 1
+            self._preferred = [_stream(device, first - pool) for pool in pools[1:]]
         gc.collect()  # frees the memory of dropped graphs before new ones are captured
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -73,6 +78,11 @@ class CudaGraphs(Graphs):
 
     def lane(self, index: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[index])
+
+    def prefer(self, lanes: Collection[int]) -> None:
+        # Kernels of a graph keep the priority of the stream on which they were captured.
+        pairs = enumerate(zip(self._usual, self._preferred, strict=True))
+        self._streams = [pair[lane in lanes] for lane, pair in pairs]
 
     def fork(self) -> None:
         if self._graph is None:
@@ -100,3 +110,8 @@ class CudaGraphs(Graphs):
         torch.cuda.synchronize(self._device)
         with self._capture:  # a capture that fails ends here
             return run()
+
+
+def _stream(device: torch.device, pool: int) -> torch.cuda.Stream:
+    """Return a CUDA stream; those of a higher pool go first."""
+    return torch.cuda.Stream(device, priority=-pool)  # type: ignore[no-untyped-call]

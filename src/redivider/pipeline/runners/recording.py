@@ -1,5 +1,6 @@
 """Context of a tick that is recorded, where the host can neither read values nor branch on them."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from redivider.pipeline.runners.control import Control
 from redivider.pipeline.runners.cuda_graphs import Graphs, Replay
 from redivider.pipeline.runners.tick_context import Kind, TickContext
-from redivider.pipeline.schedule import Schedule
+from redivider.pipeline.schedule import KINDS, Schedule
 from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.stage import Stage
 
@@ -54,9 +55,18 @@ class Recording(TickContext):
         self.phase = 0
         self._has_begun = False
 
-    def begin_phase(self, phase: int) -> None:
-        """Begin to record a tick."""
+    def begin_phase(self, phase: int, updating: Iterable[int]) -> None:
+        """Begin to record a tick.
+
+        The stages that update in it go first: a tick ends with the last of its lanes, and theirs
+        are the longest.
+
+        Args:
+            phase: Index of the tick in the cycle.
+            updating: Stages that update in it.
+        """
         self.phase, self._has_begun = phase, False
+        self._graphs.prefer({self._lane(kind, stage) for stage in updating for kind in KINDS})
 
     def lane(self, kind: Kind, stage: int) -> AbstractContextManager[Any]:
         schedule, wait = self._schedule, self._graphs.wait

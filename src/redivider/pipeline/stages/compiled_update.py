@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from redivider._torch_private import loops_in_order
 from redivider.compile import own_code
 from redivider.optim.muon import SETTINGS as MUON_SETTINGS
 from redivider.optim.muon import Muon, muon
@@ -63,7 +64,8 @@ class CompiledUpdate:
                 fault = torch.zeros((), device=device)
             cast = [weight for weight in weights if weight in copies]
             compiled = self._compiled(run, (weights, cast), repr(settings))
-            compiled(*lists, cast, [copies[weight] for weight in cast], rate, fault, settings)
+            with loops_in_order():
+                compiled(*lists, cast, [copies[weight] for weight in cast], rate, fault, settings)
         return True
 
     def widen(self, wide: list[Tensor], narrow: list[Tensor]) -> None:
