@@ -42,13 +42,13 @@ class Lifted(NamedTuple):
 def draw_signs(like: Tensor) -> Tensor:
     """Draw 1 or -1 for every sample, in a shape that broadcasts over the stream."""
     shape = (like.shape[0], *[1] * (like.ndim - 1))
-    return torch.randint(0, 2, shape, dtype=torch.int32, device=like.device).mul_(2).sub_(1)
+    return torch.randint(0, 2, shape, dtype=torch.int8, device=like.device).mul_(2).sub_(1)
 
 
 def lift(u: Tensor, x: Tensor, sign: Tensor, bits: int) -> Lifted:
     """Return the point at which the next block is evaluated, from streams on the grid."""
     d = u - x
-    step = sign * (d >> bits)
+    step = sign * (d >> bits)  # 32 bits, whatever those of the sign
     lifted = u + step
     # A sum or a difference that has wrapped has the wrong sign.
     wrapped = (((u ^ x) & (u ^ d)) | ((u ^ lifted) & (step ^ lifted))).lt(0).any()

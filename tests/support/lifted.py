@@ -89,8 +89,10 @@ class Watched(LiftedRow):
 
     def undo(self, index: int, *args: Any) -> None:
         super().undo(index, *args)
+        *recovered_streams, value = self._outputs[index - 1]
+        assert torch.equal(value, self.steps.real(recovered_streams[1]))
         for recovered, stream in zip(
-            self._outputs.get(index - 1, ()), vars(self)["before"].get(index - 1, ()), strict=True
+            recovered_streams, vars(self)["before"][index - 1], strict=True
         ):
             assert torch.equal(recovered, stream)
             Watched.num_compared += 1

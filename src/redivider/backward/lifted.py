@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from redivider.arithmetic import Fixed
+from redivider.backward.lift_steps import LiftSteps, Streams, add_wide
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import Kept
 from redivider.backward.row import mark
 from redivider.errors import UnitError
-from redivider.lift import draw_signs, lift, undo_lift
+from redivider.lift import draw_signs
 from redivider.replay import Call, GraphRun, Record
 
-Streams = tuple[Tensor, Tensor]
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LiftedRow:
@@ -45,8 +46,10 @@ class LiftedRow:
         self._stored: Streams  # in the forward: (u, x) on the grid
         # What the last block has returned: without its graph, and its mark and flag of that time.
         self._expected: tuple[Tensor, Any, bool]
-        self._peaks: list[Tensor] = []
-        self._outputs: dict[int, Streams] = {}  # in the backward: recovered streams by block
+        # Largest values that have left the grid: two numbers a block, by its lift and its coupling.
+        self._peaks: Tensor
+        # In the backward, by block: recovered streams, and the values of the second.
+        self._outputs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -74,10 +77,11 @@ class LiftedRow:
         """
         index = self.next
         if index == 0:
-            self.dtype = u.dtype
-            stored, fault = self.grid.store(u)
+            self.steps = _steps_for(u, self.bits, self.grid)
+            self._peaks = torch.zeros(2 * len(self.names), device=u.device)
+            stored = self.steps.enter(u, self._peaks[0])
+            self._verify_peak(0)
             self._stored = (stored, stored)
-            self._note_fault(fault, u)
         elif not _is_same(u, *self._expected):
             raise UnitError(
                 "its input is not the output of the block before, which a row of blocks needs to "
@@ -91,7 +95,8 @@ class LiftedRow:
         self._expected = out.detach(), mark(out), out.requires_grad
         if self.is_complete:
             del self._stored, self._expected
-            self._post_faults()
+            self._mailbox.post(self._peaks, self._read_peaks)
+            del self._peaks
         leaves = iter([out, *beside])
         values = [next(leaves) if is_tensor else other for is_tensor, other in node.leaves]
         return tree_unflatten(values, node.spec), point
@@ -100,40 +105,34 @@ class LiftedRow:
         """Return the point at which a block is evaluated, and what the inverse needs."""
         u, x = self._stored
         if index == 0:
-            return self.real(u), []
+            return self.steps.real(u), []
         sign = draw_signs(u)
-        lifted = lift(u, x, sign, self.bits)
-        self._stored = (u, lifted.x)
-        value = self.real(lifted.x)
-        self._note_fault(lifted.fault, value)
-        return value, [lifted.kept, sign.to(torch.int8)]
-
-    def couple(self, x: Tensor, output: Tensor) -> Tensor:
-        """Add a block's residual to the first stream; return the values of the new one."""
-        u, lifted = self._stored
-        residual = self._residual(x, output)
-        u, fault = self.grid.add(u, residual)
+        lifted, value, kept = self.steps.lift(u, x, sign, self._peaks[2 * index])
+        self._verify_peak(2 * index)
         self._stored = (u, lifted)
-        value = self.real(u)
-        self._note_fault(fault, value, residual)
+        return value, [kept, sign]
+
+    def couple(self, index: int, point: Tensor, output: Tensor) -> Tensor:
+        """Add a block's residual to the first stream; return the values of the new one."""
+        u, x = self._stored
+        u, value = self.steps.couple(u, point, output, self._peaks[2 * index + 1])
+        self._verify_peak(2 * index + 1)
+        self._stored = (u, x)
         return value
 
-    def undo(self, index: int, streams: Streams, output: Tensor, kept: Sequence[Tensor]) -> None:
+    def undo(
+        self, index: int, streams: Streams, point: Tensor, output: Tensor, kept: Sequence[Tensor]
+    ) -> None:
         """Recover the streams before a block, and hand them to the block before."""
-        u, lifted = streams
-        u = self.grid.subtract(u, self._residual(self.real(lifted), output))
-        x = u
-        if index:
-            packed, sign = kept
-            x = undo_lift(u, lifted, sign.to(torch.int32), packed, self.bits)
-        self._outputs = {index - 1: (u, x)} if index else {}
+        packed, sign = kept
+        self._outputs = {index - 1: self.steps.undo(*streams, point, output, sign, packed)}
 
     def kept(self, index: int) -> Sequence[Tensor]:
         """Return the streams that this block must save: its output if it is the last one."""
         return self._stored if index == len(self.names) - 1 else ()
 
-    def take_back(self, index: int) -> Streams:
-        """Return the streams after a block, as the next one has recovered them."""
+    def take_back(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the next block has recovered: its streams, and the values of the second."""
         if index not in self._outputs:
             raise RuntimeError(
                 f"{self.names[index]}: its output reached the loss, but that of the last block did "
@@ -146,35 +145,13 @@ class LiftedRow:
         """Release the streams after a block, whose backward is done."""
         self._outputs.pop(index, None)
 
-    def real(self, stored: Tensor) -> Tensor:
-        """Return the values of a stream."""
-        return self.grid.real(stored, self.dtype)
+    def _verify_peak(self, place: int) -> None:
+        """Raise if a value has left the grid; a GPU, which is not waited for, reports it later."""
+        if self._peaks.device.type == "cpu" and self._peaks[place]:
+            self._read_peaks(self._peaks)
 
-    @staticmethod
-    def _residual(x: Tensor, output: Tensor) -> Tensor:
-        # In half precision a difference would be rounded once more.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return output.detach().to(wide) - x.to(wide)
-
-    def _note_fault(self, fault: Tensor | None, value: Tensor, *others: Tensor) -> None:
-        """Note where a value leaves the grid; on the CPU, raise at once."""
-        if fault is None or fault.is_meta or not value.numel():
-            return
-        if fault.device.type == "cpu":
-            if fault:
-                raise _overflow(self.names[self.next], float(_peak(value, *others)), self.grid)
-        else:  # do not wait for the device: poison the stream with NaN, and report later
-            self._peaks.append(torch.where(fault, _peak(value, *others), 0.0))
-            value.masked_fill_(fault, torch.nan)
-
-    def _post_faults(self) -> None:
-        if self._peaks:
-            peaks, self._peaks = torch.stack(self._peaks), []
-            self._mailbox.post(peaks, self._read_faults)
-
-    def _read_faults(self, peaks: Tensor) -> None:
+    def _read_peaks(self, peaks: Tensor) -> None:
         if (peaks != 0).any():
-            # One for the stream that enters, one for the residual of block 0, then two per block.
             first = int((peaks != 0).to(torch.uint8).argmax())
             raise _overflow(self.names[first // 2], float(peaks[first]), self.grid)
 
@@ -205,21 +182,23 @@ class _KeptBits(Kept):
             for leaf in leaves
         ]
         hidden, *beside = _verify_output(leaves, x)
-        u = row.couple(x, hidden)
+        u = row.couple(self._index, x, hidden)
         return (u, x, *beside), (*others, *kept, *row.kept(self._index))
 
     def prepare(self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool) -> GraphRun:
         row, num_others = self._row, len(needs) - self._num_streams
         others, rest = saved[:num_others], list(saved[num_others:])
-        is_last = self._index == len(row.names) - 1
-        streams = (rest[-2], rest[-1]) if is_last else row.take_back(self._index)
+        if self._index == len(row.names) - 1:
+            u, x, point = rest[-2], rest[-1], row.steps.real(rest[-1])
+        else:
+            u, x, point = row.take_back(self._index)
         kept = rest[:2] if self._index else []
         self._sign = kept[1] if kept else None
         goes_on = any(needs[: self._num_streams])
         run_needs = [goes_on, *needs[self._num_streams :]]
-        run = self._call.rerun([row.real(streams[1]), *others], run_needs, self._record)
-        if goes_on:
-            row.undo(self._index, streams, tree_flatten(run.output)[0][0], kept)
+        run = self._call.rerun([point, *others], run_needs, self._record)
+        if goes_on and kept:
+            row.undo(self._index, (u, x), point, tree_flatten(run.output)[0][0], kept)
         return run
 
     def finish(
@@ -230,32 +209,10 @@ class _KeptBits(Kept):
         through, *others = prepared.pull_back([du, *beside])
         if not any(needs[: self._num_streams]):
             return [None] * self._num_streams + others
-        return [*self._stream_grads(du, dx, through), *others]
-
-    def _stream_grads(
-        self, du: Tensor | None, dx: Tensor | None, through: Tensor | None
-    ) -> list[Tensor | None]:
-        """Return the gradients of the streams before the block.
-
-        Args:
-            du: Gradient of the block's output.
-            dx: Gradient of the point at which it was evaluated, from the block after it.
-            through: Gradient of that point through the block, of which du is the part that the
-                residual does not have.
-        """
-        parts = [part for part in (through, dx) if part is not None]
-        like = next((grad for grad in (du, *parts) if grad is not None), None)
-        if like is None:
-            return [None] * self._num_streams
-        wide = torch.promote_types(like.dtype, torch.float32)
-        total = torch.zeros_like(like, dtype=wide)
-        for part in parts:
-            total = total + part
         if self._sign is None:  # the first block: both streams are its input
-            return [total.to(like.dtype)]
-        t = total if du is None else total - du
-        step = t * (self._sign * 2.0**-self._row.bits).to(wide)
-        return [(total + step).to(like.dtype), -step.to(like.dtype)]
+            total = add_wide(through, dx)
+            return [None if total is None else total.to(self._row.steps.dtype), *others]
+        return [*self._row.steps.pull_back(du, dx, through, self._sign), *others]
 
 
 def _verify_output(leaves: Sequence[Any], x: Tensor) -> list[Tensor]:
@@ -276,8 +233,16 @@ def _is_same(u: Tensor, expected: Tensor, marked: Any, requires_grad: bool) -> b
     return (mark(u), ours, u.requires_grad) == (marked, theirs, requires_grad)
 
 
-def _peak(*tensors: Tensor) -> Tensor:
-    return torch.stack([tensor.detach().abs().amax().double() for tensor in tensors]).amax()
+def _steps_for(u: Tensor, bits: int, grid: Fixed) -> LiftSteps:
+    """Return the steps for a stream: kernels where there are any."""
+    if u.is_cuda and u.is_contiguous() and u.dtype in KERNEL_DTYPES:
+        try:
+            from redivider.backward.lift_kernels import LiftKernels
+        except ImportError:  # torch comes with Triton on Linux only
+            pass
+        else:
+            return LiftKernels(bits, grid, u.dtype)
+    return LiftSteps(bits, grid, u.dtype)
 
 
 def _overflow(name: str, peak: float, grid: Fixed) -> ArithmeticError:

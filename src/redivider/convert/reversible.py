@@ -9,6 +9,7 @@ which keeps a few bits per value instead of activations. Parameters, buffers, ho
 from collections.abc import Callable
 from functools import cache, wraps
 from inspect import signature
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from redivider.compile import compile_units
 from redivider.convert.blocks import find_blocks
 from redivider.errors import UnitError, naming
 from redivider.lift import MAX_BITS
+from redivider.tree import tensors_of
 
 Model = TypeVar("Model", bound=nn.Module)
 PLACE = "_redivider_place"  # attribute of a block: its rows, and its index in them
@@ -126,6 +128,13 @@ class _Rows:
         """Whether a block is in training mode; the others may be frozen in evaluation mode."""
         return any(plain.wrapped.training for plain in self.plain)
 
+    def needs_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether there will be a backward: without one, blocks run as they are."""
+        if not torch.is_grad_enabled():
+            return False
+        parameters = (param for plain in self.plain for param in plain.parameters())
+        return any(tensor.requires_grad for tensor in chain(parameters, tensors_of((args, kwargs))))
+
     # A compiler cannot trace autograd nodes and rows.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,7 +195,7 @@ def _reversible_class(kind: Any) -> Any:
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         rows, index = getattr(self, PLACE)
-        is_training = torch.is_grad_enabled() and rows.trains
+        is_training = rows.trains and rows.needs_grad(args, kwargs)
         if rows.plain[index].wrapped is not self:  # a shallow copy, with weights of its own
             if is_training:
                 raise UnitError(

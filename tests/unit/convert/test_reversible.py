@@ -537,3 +537,29 @@ def test_weights_that_changed_since_the_forward_are_noticed():
         model.layers[2].first.weight.add_(1)
     with pytest.raises(rd.ChangedError, match=r"layers\.2"):
         loss.backward()
+
+
+def test_without_anything_to_train_it_is_the_original():
+    model, plain = rd.make_reversible(network(dropout=0.0), 1), network(dropout=0.0)
+    for net in (model, plain):
+        net.requires_grad_(False)
+        net.head.requires_grad_()
+    assert torch.equal(model(inputs()), plain(inputs()))
+    grads = train(model)["head.weight"], train(plain)["head.weight"]
+    assert torch.equal(*grads)
+    for net in (model, plain):  # gradients pass through the frozen blocks
+        net.stem.requires_grad_()
+    assert not torch.equal(model(inputs()), plain(inputs()))
+
+
+def test_a_block_that_changes_its_input_is_refused():
+    class InPlace(Block):
+        def forward(self, x, scale=None):
+            return x.add_(self.second(self.first(x)))
+
+    model = network()
+    model.layers = nn.ModuleList(InPlace() for _ in range(2))
+    model.stem.requires_grad_(False)  # else autograd refuses it
+    rd.make_reversible(model)
+    with pytest.raises(rd.UnitError, match=r"layers\.0: f writes into its own input"):
+        model(inputs())
