@@ -17,6 +17,7 @@ from redivider.lift import PER_BYTE
 
 BLOCK = 1024  # values of a program
 COLUMNS = BLOCK // PER_BYTE
+MAX_INT32 = 2**31 - PER_BYTE * BLOCK  # larger indices need 64 bits, which are slow
 
 
 class LiftKernels(LiftSteps):
@@ -28,13 +29,15 @@ class LiftKernels(LiftSteps):
         size = triton.cdiv(u.numel(), PER_BYTE)
         lifted, value = torch.empty_like(u), torch.empty_like(u, dtype=self.dtype)
         kept = torch.empty(self.bits, size, dtype=torch.uint8, device=u.device)
-        _run(_lift, size, COLUMNS, u, x, sign, lifted, value, kept, peak, **self._sizes(u, sign))
+        tensors = u, x, sign, lifted, value, kept, peak
+        _run(_lift, size, COLUMNS, *tensors, **self._sizes(u, sign, size), BITS=self.bits)
         return lifted, value, kept
 
     def couple(self, u: Tensor, point: Tensor, output: Tensor, peak: Tensor) -> Streams:
         stored, value = torch.empty_like(u), torch.empty_like(u, dtype=self.dtype)
         num, output = u.numel(), output.detach().contiguous()
-        _run(_couple, num, BLOCK, u, point, output, stored, value, peak, num, GRID=self.grid.bits)
+        tensors = u, point, output, stored, value, peak
+        _run(_couple, num, BLOCK, *tensors, num=num, WIDE=num >= MAX_INT32, GRID=self.grid.bits)
         return stored, value
 
     def undo(
@@ -43,7 +46,7 @@ class LiftKernels(LiftSteps):
         size, output = kept.shape[1], output.detach().contiguous()
         old_u, old_x, value = (torch.empty_like(u, dtype=d) for d in (u.dtype, x.dtype, self.dtype))
         tensors = u, x, point, output, sign, kept, old_u, old_x, value
-        _run(_undo, size, COLUMNS, *tensors, **self._sizes(u, sign))
+        _run(_undo, size, COLUMNS, *tensors, **self._sizes(u, sign, size), BITS=self.bits)
         return old_u, old_x, value
 
     def pull_back(
@@ -53,22 +56,19 @@ class LiftKernels(LiftSteps):
             return super().pull_back(du, dx, through, sign)
         du, through = du.contiguous(), through.contiguous()
         old_du, old_dx = (torch.empty_like(du, dtype=self.dtype) for _ in range(2))
-        num = du.numel()
         tensors = du, du if dx is None else dx.contiguous(), through, sign, old_du, old_dx
-        sizes = {"per_sample": num // sign.numel(), "BITS": self.bits, "HAS_DX": dx is not None}
-        _run(_pull_back, num, BLOCK, *tensors, num, **sizes)
+        num, per_sample = du.numel(), du.numel() // max(1, sign.numel())
+        options = {"WIDE": num >= MAX_INT32, "ALIGNED": not per_sample % BLOCK, "BITS": self.bits}
+        sizes = {"num": num, "per_sample": per_sample, "HAS_DX": dx is not None}
+        _run(_pull_back, num, BLOCK, *tensors, **sizes, **options)
         return old_du, old_dx
 
-    def _sizes(self, u: Tensor, sign: Tensor) -> dict[str, int]:
-        num = u.numel()
-        size, per_sample = triton.cdiv(num, PER_BYTE), num // sign.numel()
-        return {
-            "num": num,
-            "size": size,
-            "per_sample": per_sample,
-            "BITS": self.bits,
-            "GRID": self.grid.bits,
-        }
+    def _sizes(self, u: Tensor, sign: Tensor, size: int) -> dict[str, int]:
+        """Return sizes of the tensors for a kernel with tiles of packed bytes."""
+        num, per_sample = u.numel(), u.numel() // max(1, sign.numel())
+        is_aligned = not (size % COLUMNS or per_sample % COLUMNS)
+        options = {"WIDE": num >= MAX_INT32, "ALIGNED": is_aligned, "GRID": self.grid.bits}
+        return {"num": num, "size": size, "per_sample": per_sample, **options}
 
 
 def _run(kernel: Any, num: int, block: int, /, *tensors: Any, **sizes: Any) -> None:
@@ -82,12 +82,38 @@ def _run(kernel: Any, num: int, block: int, /, *tensors: Any, **sizes: Any) -> N
 
 
 @triton.jit
-def _tile(size, num, BLOCK: tl.constexpr):
-    """Return columns of packed bytes, indices of their values, and masks of both."""
-    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    index = tl.arange(0, 8).to(tl.int64)[:, None] * size + column[None, :]
+def _tile(size, num, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return columns of packed bytes, indices of their values, masks of both, first indices."""
+    start = tl.program_id(0) * BLOCK
+    place = tl.arange(0, 8)[:, None]
+    if WIDE:
+        start = start.to(tl.int64)
+        place = place.to(tl.int64)
+    column = start + tl.arange(0, BLOCK)
+    first = start + place * size
+    index = first + tl.arange(0, BLOCK)[None, :]
     is_column = column < size
-    return column, index, is_column, is_column[None, :] & (index < num)
+    return column, index, is_column, is_column[None, :] & (index < num), first
+
+
+@triton.jit
+def _row(num, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return indices of values in a row, their mask, and the first index."""
+    start = tl.program_id(0) * BLOCK
+    if WIDE:
+        start = start.to(tl.int64)
+    index = start + tl.arange(0, BLOCK)
+    return index, index < num, start
+
+
+@triton.jit
+def _load_signs(sign_ptr, index, first, per_sample, mask, ALIGNED: tl.constexpr):
+    """Return the signs of values; where a block of them is of one sample, by one division."""
+    if ALIGNED:
+        signs = tl.load(sign_ptr + first // per_sample) + tl.zeros_like(index).to(tl.int8)
+    else:
+        signs = tl.load(sign_ptr + index // per_sample, mask, 1)
+    return signs
 
 
 @triton.jit
@@ -125,21 +151,22 @@ def _lift(
     num,
     size,
     per_sample,
-    BITS: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     GRID: tl.constexpr,
+    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    column, index, is_column, mask = _tile(size, num, BLOCK)
+    column, index, is_column, mask, first = _tile(size, num, WIDE, BLOCK)
     u = tl.load(u_ptr + index, mask, 0)
     x = tl.load(x_ptr + index, mask, 0)
-    sign = tl.load(sign_ptr + index // per_sample, mask, 1).to(tl.int32)
+    sign = _load_signs(sign_ptr, index, first, per_sample, mask, ALIGNED).to(tl.int32)
     d = u - x
     step = sign * (d >> BITS)
     lifted = u + step
     wrapped = (((u ^ x) & (u ^ d)) | ((u ^ lifted) & (step ^ lifted))) < 0
-    value = tl.where(wrapped, float("nan"), _real(lifted, GRID))
     tl.store(lifted_ptr + index, lifted, mask)
-    tl.store(value_ptr + index, value.to(value_ptr.dtype.element_ty), mask)
+    tl.store(value_ptr + index, _real(lifted, GRID).to(value_ptr.dtype.element_ty), mask)
     place = tl.arange(0, 8)[:, None]
     for bit in tl.static_range(BITS):
         byte = tl.sum(((d >> bit) & 1) << place, 0)
@@ -160,11 +187,11 @@ def _couple(
     value_ptr,
     peak_ptr,
     num,
+    WIDE: tl.constexpr,
     GRID: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < num
+    index, mask, _ = _row(num, WIDE, BLOCK)
     u = tl.load(u_ptr + index, mask, 0)
     point = tl.load(point_ptr + index, mask, 0.0)
     output = tl.load(output_ptr + index, mask, 0.0)
@@ -173,9 +200,8 @@ def _couple(
     step = tl.where(fits, steps, 0.0).to(tl.int32)
     stored = u + step
     is_bad = (fits == 0) | (((u ^ stored) & (step ^ stored)) < 0)
-    value = tl.where(is_bad, float("nan"), _real(stored, GRID))
     tl.store(stored_ptr + index, stored, mask)
-    tl.store(value_ptr + index, value.to(value_ptr.dtype.element_ty), mask)
+    tl.store(value_ptr + index, _real(stored, GRID).to(value_ptr.dtype.element_ty), mask)
     total = _real(u, GRID) + residual
     _note_peak(peak_ptr, tl.maximum(tl.abs(residual), tl.abs(total)), is_bad & mask)
 
@@ -194,18 +220,20 @@ def _undo(
     num,
     size,
     per_sample,
-    BITS: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     GRID: tl.constexpr,
+    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    column, index, is_column, mask = _tile(size, num, BLOCK)
+    column, index, is_column, mask, first = _tile(size, num, WIDE, BLOCK)
     point = tl.load(point_ptr + index, mask, 0.0)
     output = tl.load(output_ptr + index, mask, 0.0)
     steps, _ = _steps(point, output, GRID)
     steps = tl.where(tl.abs(steps) < 2147483648.0, steps, 0.0)
     u = tl.load(u_ptr + index, mask, 0) - steps.to(tl.int32)
     x = tl.load(x_ptr + index, mask, 0)
-    sign = tl.load(sign_ptr + index // per_sample, mask, 1).to(tl.int32)
+    sign = _load_signs(sign_ptr, index, first, per_sample, mask, ALIGNED).to(tl.int32)
     d = (sign * (x - u)) << BITS
     place = tl.arange(0, 8)[:, None]
     for bit in tl.static_range(BITS):
@@ -228,17 +256,18 @@ def _pull_back(
     old_dx_ptr,
     num,
     per_sample,
-    BITS: tl.constexpr,
     HAS_DX: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < num
+    index, mask, first = _row(num, WIDE, BLOCK)
     total = tl.load(through_ptr + index, mask, 0.0).to(tl.float32)
     if HAS_DX:
         total += tl.load(dx_ptr + index, mask, 0.0).to(tl.float32)
     du = tl.load(du_ptr + index, mask, 0.0).to(tl.float32)
-    sign = tl.load(sign_ptr + index // per_sample, mask, 1).to(tl.float32)
+    sign = _load_signs(sign_ptr, index, first, per_sample, mask, ALIGNED).to(tl.float32)
     step = (total - du) * (sign * (1.0 / (1 << BITS)))
     tl.store(old_du_ptr + index, (total + step).to(old_du_ptr.dtype.element_ty), mask)
     tl.store(old_dx_ptr + index, (-step).to(old_dx_ptr.dtype.element_ty), mask)

@@ -48,7 +48,7 @@ class LiftSteps:
         """Return the second stream lifted, its values, and the bits that the inverse needs."""
         lifted, kept, fault = lift(u, x, sign, self.bits)
         value = self.real(lifted)
-        _poison(value, _note(fault, peak, value))
+        _note(fault, peak, value)
         return lifted, value, kept
 
     def couple(self, u: Tensor, point: Tensor, output: Tensor, peak: Tensor) -> Streams:
@@ -63,7 +63,7 @@ class LiftSteps:
         residual = _residual(point, output)
         stored, fault = self.grid.add(u, residual)
         value = self.real(stored)
-        _poison(value, _note(fault, peak, value, residual))
+        _note(fault, peak, value, residual)
         return stored, value
 
     def undo(
@@ -116,21 +116,10 @@ def _residual(point: Tensor, output: Tensor) -> Tensor:
     return output.detach().to(wide) - point.to(wide)
 
 
-def _note(fault: Tensor | None, peak: Tensor, *values: Tensor) -> Tensor | None:
-    """Write the largest of the values to `peak` where there is a fault; return the fault, if any.
-
-    On the CPU, where it can be read at once, None without one.
-    """
+def _note(fault: Tensor | None, peak: Tensor, *values: Tensor) -> None:
+    """Write the largest of the values to `peak` where there is a fault."""
     if fault is None or fault.is_meta or not values[0].numel():
-        return None
-    if fault.device.type == "cpu" and not fault:
-        return None
-    largest = torch.stack([value.detach().abs().amax().double() for value in values]).amax()
-    peak.copy_(torch.where(fault, largest, 0.0))
-    return fault
-
-
-def _poison(value: Tensor, fault: Tensor | None) -> None:
-    """Fill values with NaN where there is a fault: the host may read of it only later."""
-    if fault is not None:
-        value.masked_fill_(fault, torch.nan)
+        return
+    if fault.device.type != "cpu" or fault:  # on the CPU it is read at once
+        largest = torch.stack([value.detach().abs().amax().double() for value in values]).amax()
+        peak.copy_(torch.where(fault, largest, 0.0))
