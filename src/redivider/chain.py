@@ -41,11 +41,11 @@ class Chain(nn.Module):
     Args:
         units: The modules, in order; or a dict of them, whose keys name them in `state_dict`.
         backward: "store" keeps all activations (plain backprop), "checkpoint" the input of every
-            unit, "reverse" nothing of a coupling and all of a junction, "reverse-checkpoint"
-            nothing of a coupling and the input of a junction. "overlap" is "reverse", and
-            "checkpoint-overlap" is "checkpoint", with the recomputation of a unit beside the
-            backward of the next one on a GPU. "auto" times "reverse" and "overlap" on a GPU, and
-            keeps the faster one.
+            unit, "offload" the same in host memory, "reverse" nothing of a coupling and all of a
+            junction, "reverse-checkpoint" nothing of a coupling and the input of a junction.
+            "overlap" is "reverse", and "checkpoint-overlap" is "checkpoint", with the recomputation
+            of a unit beside the backward of the next one on a GPU. "auto" times "reverse" and
+            "overlap" on a GPU, and keeps the faster one.
         arithmetic: "float", or "fixed" for reversal to the last bit: `Fixed(bits=20)`.
         check_every: Interval, in training steps, at which a reversing chain compares its rebuilt
             input with the original and warns of drift; 0 for never.
@@ -242,7 +242,7 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
         trial = chain._auto.trial(x, chain.training)
         choice = trial.pick()
         strategy = resolve_strategy(choice)
-    ahead = strategy.make_overlap(x)
+    ahead, offload = strategy.make_overlap(x), strategy.make_offload(x)
     hint = ""
     for in_row, units in chain.segments():
         row: Row | None = None
@@ -251,7 +251,8 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
             with naming(names[0]):
                 x = prepare_streams(x)
                 if not chain._is_plain():
-                    row = Row(names, strategy.coupling, chain.arithmetic, chain._mailbox, ahead)
+                    keep, arithmetic = strategy.coupling, chain.arithmetic
+                    row = Row(names, keep, arithmetic, chain._mailbox, ahead, offload)
                     x = row.enter(x, drift_tolerance=drift_tolerance)
         for name, unit in units:
             keywords = taken(unit, side)
@@ -263,7 +264,8 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
                 elif in_row or strategy.junction == "graph":
                     x = unit(x, **keywords)
                 else:
-                    x = keep_input(name, unit, (x,), keywords, exact=exact, ahead=ahead)
+                    how: dict[str, Any] = {"exact": exact, "ahead": ahead, "offload": offload}
+                    x = keep_input(name, unit, (x,), keywords, **how)
             hint = ""
         if row is not None:
             with naming(units[0][0]):

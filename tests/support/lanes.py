@@ -69,7 +69,7 @@ class Races(TorchDispatchMode):
         self._collect()
         known = self.lanes.known[lane]
         used = [self._of(leaf) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)]
-        written = [memory for memory in used if func._schema.is_mutable]
+        written = [self._of(leaf) for leaf in _written(func._schema, args, kwargs or {})]
         for memory in used:
             if not memory.writers <= known:
                 self.found.append(f"{name} on lane {lane} reads before {memory.writers - known}")
@@ -106,6 +106,16 @@ class Races(TorchDispatchMode):
                 late = memory.users - known
                 self.found.append(f"{name} on lane {lane} takes memory that {late} still use")
         self._free[lane] = [m for m in self._free[lane] if not m.users <= known]
+
+
+def _written(schema, args, kwargs):
+    """Return the tensors among the arguments that an operation changes."""
+    values = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+    values |= kwargs
+    changed = [
+        a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return [leaf for name in changed for leaf in tree_leaves(values.get(name)) if _is_tensor(leaf)]
 
 
 def _is_tensor(x):

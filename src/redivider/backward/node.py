@@ -16,8 +16,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from redivider.errors import ChangedError, UnitError, naming
 from redivider.replay import Call, Record
 from redivider.replay.call import GraphRun
+from redivider.tree import tensors_of
 
 if TYPE_CHECKING:
+    from redivider.backward.offload import Offload
     from redivider.backward.overlap import Overlap
 
 
@@ -103,6 +105,7 @@ def keep_input(
     *,
     exact: bool,
     ahead: "Overlap | None" = None,
+    offload: "Offload | None" = None,
 ) -> Any:
     """Run a module so that it keeps its arguments and no graph.
 
@@ -113,9 +116,14 @@ def keep_input(
         kwargs: Its keywords.
         exact: Use the same kernels in both runs, so that they give the same bits.
         ahead: Scheduler that prepares units before their turn.
+        offload: Keeper of arguments on the host.
     """
     call, tensors = Call.split(module, args, kwargs)
-    kept = KeptInput(name, call, with_graph=exact)
+    if offload is None:
+        kept = KeptInput(name, call, with_graph=exact)
+    else:
+        num_inputs = len(tensors_of(args))
+        kept = offload.make_kept(name, call, with_graph=exact, num_inputs=num_inputs)
     kept.ahead = ahead
     return tree_unflatten(kept.apply(tensors), kept.spec)
 

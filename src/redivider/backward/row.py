@@ -28,6 +28,7 @@ from redivider.replay import Call, Record
 from redivider.replay.autocast import is_autocast_enabled
 
 if TYPE_CHECKING:
+    from redivider.backward.offload import Offload
     from redivider.backward.overlap import Overlap
 
 
@@ -40,6 +41,7 @@ class Row:
         arithmetic: Arithmetic that adds the residuals.
         mailbox: Receiver of faults and drift from the device.
         ahead: Scheduler that prepares couplings before their turn, if there is one.
+        offload: Keeper of inputs on the host, if they go there.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class Row:
         arithmetic: Arithmetic,
         mailbox: Mailbox,
         ahead: "Overlap | None" = None,
+        offload: "Offload | None" = None,
     ) -> None:
         self.names = names
         self.ahead = ahead
+        self._offload = offload
         self.arithmetic = arithmetic
         self._keep = keep
         self._mailbox = mailbox
@@ -90,11 +94,11 @@ class Row:
         else:
             # The view sums f's gradients for `a` before the other stream's gradient is added. That
             # is the order in recovery, so both strategies are equal to the last bit.
-            r = (
-                keep_input(name, coupling.f, (a,), side, exact=exact, ahead=self.ahead)
-                if self._keep == "input"
-                else coupling.residual(a.view_as(a), side)
-            )
+            if self._keep == "input":
+                how: dict[str, Any] = {"ahead": self.ahead, "offload": self._offload}
+                r = keep_input(name, coupling.f, (a,), side, exact=exact, **how)
+            else:
+                r = coupling.residual(a.view_as(a), side)
             c = _straight_through(self.advance(verify_residual(r, a)), b, r)
         self._next += 1
         self._expected = (mark(c), mark(a))

@@ -3,6 +3,7 @@
     backward               a coupling    a junction    work (forward and backward of a unit: 3)
     "store"                graph         graph         3
     "checkpoint"           input         input         4
+    "offload"              input, in host memory       4, and copies beside them
     "reverse"              nothing       graph         4, junctions 3
     "reverse-checkpoint"   nothing       input         4
     "overlap"              nothing       graph         4, one of them beside the others
@@ -16,9 +17,12 @@ overlap.py, for the choice auto.py.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import torch
+
 from redivider.tree import tensors_of
 
 if TYPE_CHECKING:
+    from redivider.backward.offload import Offload
     from redivider.backward.overlap import Overlap
 
 Keep: TypeAlias = Literal["graph", "input", "nothing"]
@@ -31,6 +35,7 @@ class Strategy:
     coupling: Keep
     junction: Keep
     overlaps: bool = False
+    offloads: bool = False
 
     @property
     def reverses(self) -> bool:
@@ -39,18 +44,39 @@ class Strategy:
 
     def make_overlap(self, x: Any) -> "Overlap | None":
         """Return what prepares units before their turn, for a chain that runs on x on a GPU."""
-        tensors = tensors_of(x) if self.overlaps else []
-        if not tensors or not tensors[0].is_cuda:
+        device = _gpu_of(x) if self.overlaps else None
+        if device is None:
             return None
         from redivider.backward.overlap import Overlap
 
-        return Overlap(tensors[0].device)
+        return Overlap(device)
+
+    def make_offload(self, x: Any) -> "Offload | None":
+        """Return what keeps inputs on the host, for a chain that runs on x on a GPU."""
+        device = _gpu_of(x) if self.offloads else None
+        if device is None:
+            return None
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                'backward="offload" keeps inputs on the host, which a captured step cannot do; use '
+                '"checkpoint" or "reverse"'
+            )
+        from redivider.backward.offload import Offload
+
+        return Offload(device)
+
+
+def _gpu_of(x: Any) -> torch.device | None:
+    """Return the GPU of the first tensor, if it is on one."""
+    tensors = tensors_of(x)
+    return tensors[0].device if tensors and tensors[0].is_cuda else None
 
 
 STORE = Strategy("graph", "graph")
 STRATEGIES = {
     "store": STORE,
     "checkpoint": Strategy("input", "input"),
+    "offload": Strategy("input", "input", offloads=True),
     "reverse": Strategy("nothing", "graph"),
     "reverse-checkpoint": Strategy("nothing", "input"),
     "overlap": Strategy("nothing", "graph", overlaps=True),

@@ -13,7 +13,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from redivider.errors import did_you_mean
 from redivider.train.errors import TrainError
 
-Backprop = Literal["store", "checkpoint", "reverse", "reverse-checkpoint", "overlap", "auto"]
+Backprop = Literal[
+    "store", "checkpoint", "offload", "reverse", "reverse-checkpoint", "overlap", "auto"
+]
 Decoupled = Literal[
     "petra", "dsp", "delayed", "delayed-graph", "exact-inverse", "approximate-input"
 ]
