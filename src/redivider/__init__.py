@@ -11,6 +11,7 @@ if _TYPE_CHECKING:
     from redivider.backward.drift import DriftWarning as DriftWarning
     from redivider.chain import Chain as Chain
     from redivider.checks.gradients import check_gradients as check_gradients
+    from redivider.checks.max_batch import find_max_batch as find_max_batch
     from redivider.checks.memory import check_memory as check_memory
     from redivider.checks.memory import measure_memory as measure_memory
     from redivider.checks.reversibility import check_reversible as check_reversible
@@ -60,6 +61,7 @@ _HOMES = {
     "check_memory": "checks.memory",
     "check_reversible": "checks.reversibility",
     "create_model": "models.catalogue",
+    "find_max_batch": "checks.max_batch",
     "list_models": "models.catalogue",
     "make_plain": "convert.reversible",
     "make_reversible": "convert.reversible",

@@ -1,0 +1,142 @@
+"""The largest batch is found without a trace, and one more sample would not fit."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import max_batch as support
+
+import redivider as rd
+from redivider.checks import max_batch
+from redivider.checks.max_batch import _search, train_once
+from redivider.checks.memory import Live
+
+SAMPLE = support.VALUES * support.WIDTH * 4  # bytes of a stream
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Run trials in this process: another one takes seconds to start."""
+
+    def run_here(run, job, memory, headroom, *rest):
+        return run(max_batch._Trials(job, memory, headroom), *rest)
+
+    monkeypatch.setattr(max_batch, "_in_process", run_here)
+
+
+def peak(model, size):
+    with Live() as live:
+        for _ in range(2):
+            train_once(model, support.make_batch(size))
+    model.zero_grad()
+    return live.peak
+
+
+def weights(model):
+    return sum(param.nbytes for param in model.parameters())
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("size", [1, 5, 37])
+def test_one_more_does_not_fit(size):
+    model = support.make_model()
+    enough = weights(model) + peak(model, size)
+    assert rd.find_max_batch(model, support.make_batch, memory=enough, headroom=0) == size
+    assert rd.find_max_batch(model, support.make_batch, memory=enough - 1, headroom=0) == size - 1
+
+
+@pytest.mark.usefixtures("at_once")
+def test_strategies_that_hold_less_fit_more():
+    memory = 40 * SAMPLE * support.DEPTH
+    sizes = {
+        backward: rd.find_max_batch(
+            support.make_model(backward), support.make_batch, memory=memory, headroom=0.1
+        )
+        for backward in ("store", "checkpoint")
+    }
+    assert sizes["checkpoint"] > 1.2 * sizes["store"]
+
+
+@pytest.mark.slow
+def test_the_caller_sees_nothing():
+    model = support.make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    assert rd.find_max_batch(model, support.make_batch, memory=2**21) > 1
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(param.grad is None for param in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_function_that_makes_the_model_keywords_and_outputs_in_a_dict():
+    size = rd.find_max_batch(support.Keyword, support.make_keywords, memory=2**22)
+    assert size > 1
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_state_of_an_optimizer_counts():
+    model = support.make_model()
+    plain = rd.find_max_batch(model, support.make_batch, memory=2**20)
+    step = support.WithOptimizer()
+    assert rd.find_max_batch(model, support.make_batch, step=step, memory=2**20) < plain
+
+
+def test_a_larger_size_is_precise_enough():
+    class Trials:
+        seen: list[int] = []  # noqa: RUF012
+
+        def fits(self, size):
+            self.seen.append(size)
+            return size <= 1000
+
+    trials: Any = Trials()
+    assert 1000 - 1000 // 64 <= _search(trials) <= 1000
+    assert len(trials.seen) < 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"memory": 0}, ValueError, "memory must be"),
+        ({"headroom": 1}, ValueError, "headroom must be"),
+        ({"step": lambda model, batch: None}, ValueError, "define model, make_batch and step in"),
+    ],
+)
+def test_bad_arguments(changes, error, message):
+    verify_error(changes, error, message)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies():
+    verify_error(
+        {"step": support.dying_step}, RuntimeError, 'exit code 3.*if __name__ == "__main__"'
+    )
+
+
+@pytest.mark.parametrize(
+    ("memory", "step", "error", "message"),
+    [
+        (None, train_once, ValueError, r"on the CPU, say how much memory.*memory="),
+        (2**22, support.failing_step, RuntimeError, "step failed: KeyError: 'no such layer'"),
+    ],
+)
+def test_errors_in_a_process_reach_the_caller(tmp_path, memory, step, error, message):
+    job = tmp_path / "job"
+    sent: list[Exception] = []
+    torch.save((support.make_model(), support.make_batch, step, torch.device("cpu")), job)
+    max_batch._child(SimpleNamespace(send=sent.append), _search, job, memory, 0.0)
+    with pytest.raises(error, match=message):
+        raise sent[0]
+
+
+def verify_error(changes, error, message):
+    options: Any = {"memory": 2**22, **changes}
+    with pytest.raises(error, match=message):
+        rd.find_max_batch(support.make_model(), support.make_batch, **options)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_not_even_one_sample():
+    assert rd.find_max_batch(support.make_model(), support.make_batch, memory=1) == 0
