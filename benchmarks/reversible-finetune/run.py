@@ -17,17 +17,61 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import redivider as rd
 from redivider.checks.memory import Live
 
 DEPTHS = (12, 24, 48)
-METHODS = ("store", "checkpoint", "checkpoint, early stop", "1 bit", "2 bits", "3 bits", "8 bits")
+METHODS = (
+    *("store", "checkpoint", "checkpoint, early stop", "offload"),
+    *("1 bit", "2 bits", "3 bits", "8 bits"),
+)
+
+
+class Block(torch.nn.Module):
+    """A block as a unit: without the tuple that some versions of transformers return."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.block(x)
+        first: Tensor = output[0] if isinstance(output, tuple) else output
+        return first
+
+
+class Body(torch.nn.Module):
+    """The body of a GPT-2."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.body = model.transformer
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.body(tokens).last_hidden_state
+        return result
+
+
+class Offloaded(torch.nn.Module):
+    """The body of a GPT-2, whose checkpoints wait in host memory."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.body = model.transformer
+        self.chain = rd.Chain([Block(block) for block in self.body.h], backward="offload")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        body = self.body
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        result: Tensor = body.ln_f(self.chain(body.drop(body.wte(tokens) + body.wpe(places))))
+        return result
 
 
 def make_model(args: argparse.Namespace, depth: int, method: str) -> Any:
-    """Return a model that trains by a method."""
+    """Return a model that trains by a method, and gives the last hidden states."""
     config = transformers.GPT2Config(
         n_layer=depth,
         n_embd=args.width,
@@ -44,7 +88,7 @@ def make_model(args: argparse.Namespace, depth: int, method: str) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     elif "bit" in method:
         rd.make_reversible(model, int(method.split()[0]))
-    return model
+    return Offloaded(model) if method == "offload" else Body(model)
 
 
 def stopping(method: str) -> Any:
@@ -60,7 +104,7 @@ def count(args: argparse.Namespace, depth: int, method: str) -> dict[str, float]
     for param in model.parameters():
         param.grad = torch.zeros_like(param)  # gradients of weights are not counted
     with Live() as live, stopping(method):
-        hidden = model.transformer(tokens).last_hidden_state
+        hidden = model(tokens)
         held = live.bytes
         hidden.sum().backward()
     return {"held": held, "peak": live.peak}
@@ -82,7 +126,7 @@ def measure(args: argparse.Namespace, depth: int, method: str) -> dict[str, floa
         )
         start.record()
         with stopping(method):
-            hidden = model.transformer(tokens).last_hidden_state
+            hidden = model(tokens)
             held = torch.cuda.memory_allocated() - before
             hidden.sum().backward()
         end.record()
