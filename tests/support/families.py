@@ -12,6 +12,7 @@ SMALL_TRANSFORMER: dict[str, Any] = {
 IMAGES = {"image_size": 8, "in_channels": 1, "num_classes": 10}
 PATCHES = {**SMALL_TRANSFORMER, **IMAGES, "patch_size": 2}
 TEXT = {**SMALL_TRANSFORMER, "vocabulary": 256, "context": 16}
+LLAMA = {**TEXT, "heads": 4, "kv_heads": 2, "hidden": 24, "rope_factor": 8.0}
 MAPS = {**SMALL_TRANSFORMER, **IMAGES, "width": 8, "patch_size": 1}  # of 8 tokens, then 4
 SWIN = {**MAPS, "window": 4}
 MVIT = {**MAPS, "pool": 2}
@@ -30,6 +31,8 @@ FAMILIES: list[tuple[str, dict[str, Any], tuple[dict[str, Any], ...]]] = [
     ("rev_mvit_base", MVIT, ({"depths": (1, 4)}, {"depths": (2, 3)})),
     ("gpt_nano", TEXT, ({"depth": 3}, {"depth": 2})),
     ("rev_gpt_nano", TEXT, ({"depth": 3}, {"depth": 2})),
+    ("llama_tiny", LLAMA, ({"depth": 3}, {"depth": 2})),
+    ("rev_llama_tiny", LLAMA, ({"depth": 3}, {"depth": 2})),
     ("roberta_base", TEXT, ({"depth": 3}, {"depth": 2})),
     ("rev_roberta_base", TEXT, ({"depth": 3}, {"depth": 2})),
 ]
@@ -40,4 +43,4 @@ EACH = [(name, {**small, **depths[0]}) for name, small, depths in FAMILIES]
 
 def is_text(name: str) -> bool:
     """Return whether a model takes tokens."""
-    return "gpt" in name or "roberta" in name
+    return any(family in name for family in ("gpt", "llama", "roberta"))

@@ -15,6 +15,9 @@ _KERNELS: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
     SDPBackend.MATH: cuda.math_sdp_enabled,
 }
+# The flash and cuDNN kernels let heads share keys, in these dtypes. In others torch may fall back
+# to the kernel that keeps all attention weights.
+_GROUPED = (torch.float16, torch.bfloat16)
 # `sdpa_kernel` sets process-wide flags, so threads must not enter it at the same time.
 _lock = Lock()
 
@@ -28,18 +31,29 @@ def attend(
     dropout: float = 0.0,
     causal: bool = False,
 ) -> Tensor:
-    """Return scaled dot-product attention of queries of shape (..., tokens, width).
+    """Return scaled dot-product attention of queries of shape (..., heads, tokens, width).
 
     Args:
         q: Queries.
-        k: Keys.
-        v: Values.
+        k: Keys; where they have fewer heads, a group of consecutive heads of `q` shares one.
+        v: Values, of as many heads as the keys.
         bias: Added to the logits.
         dropout: Dropout rate of the attention weights.
         causal: Whether a token attends only to itself and to earlier tokens.
     """
+    group = q.shape[-3] // k.shape[-3]
+    if group > 1 and q.dtype not in _GROUPED:
+        k, v = k.repeat_interleave(group, dim=-3), v.repeat_interleave(group, dim=-3)
+        group = 1
     run = partial(
-        F.scaled_dot_product_attention, q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal
+        F.scaled_dot_product_attention,
+        q,
+        k,
+        v,
+        attn_mask=bias,
+        dropout_p=dropout,
+        is_causal=causal,
+        enable_gqa=group > 1,
     )
     # An exported graph has no kernels yet, and a test of the length would specialise it to one.
     if not _has_cudnn(k) or _is_exporting() or k.shape[-2] % 128 != 64:

@@ -12,7 +12,7 @@ from redivider.arithmetic import Arithmetic
 from redivider.chain import Chain
 from redivider.errors import did_you_mean
 from redivider.initial import materialise
-from redivider.models import gpt, mvit, resnet, revnet, roberta, swin, vit
+from redivider.models import gpt, llama, mvit, resnet, revnet, roberta, swin, vit
 from redivider.models.options import OptionError
 from redivider.models.parts import Units
 
@@ -38,6 +38,8 @@ FAMILIES = (
     Family("rev_mvit_", mvit.rev_mvit, mvit.Options, mvit.SIZES),
     Family("gpt_", gpt.gpt, gpt.Options, gpt.SIZES),
     Family("rev_gpt_", gpt.rev_gpt, gpt.Options, gpt.SIZES),
+    Family("llama_", llama.llama, llama.Options, llama.SIZES),
+    Family("rev_llama_", llama.rev_llama, llama.Options, llama.SIZES),
     Family("roberta_", roberta.roberta, roberta.Options, roberta.SIZES),
     Family("rev_roberta_", roberta.rev_roberta, roberta.Options, roberta.SIZES),
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from redivider.models.options import Layers, verify_flag, verify_positive
-from redivider.models.parts import Linear, Positions, Units
+from redivider.models.parts import Linear, Positions, Units, verify_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +54,18 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
+
+
+class Context(nn.Module):
+    """Identity that refuses sequences longer than the context, for models without `Positions`."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self.num_tokens = num_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        verify_tokens(x, self.num_tokens)
+        return x
+
+    def extra_repr(self) -> str:
+        return str(self.num_tokens)

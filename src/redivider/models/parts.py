@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redivider.models.attention import attend
@@ -66,13 +67,16 @@ class Positions(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() != 3:
-            raise ValueError(
-                f"tokens must have shape (batch, tokens), got {x.dim() - 1} dimensions"
-            )
-        if x.shape[1] > len(self.weight):
-            raise ValueError(f"{x.shape[1]} tokens are more than the {len(self.weight)} it has")
+        verify_tokens(x, len(self.weight))
         return x + self.weight[: x.shape[1]]
+
+
+def verify_tokens(x: Tensor, most: int) -> None:
+    """Raise unless `x` has shape (batch, tokens, width) with at most `most` tokens."""
+    if x.dim() != 3:
+        raise ValueError(f"tokens must have shape (batch, tokens), got {x.dim() - 1} dimensions")
+    if x.shape[1] > most:
+        raise ValueError(f"{x.shape[1]} tokens are more than the {most} it has")
 
 
 class ClassToken(nn.Module):
@@ -133,6 +137,26 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, causal={self.causal}, dropout={self.dropout}"
+
+
+class SwiGLU(nn.Module):
+    """MLP whose hidden units are gated (Shazeer 2020): shrink(silu(gate(x)) * grow(x)).
+
+    Args:
+        width: Width of a token.
+        hidden: Number of hidden units.
+        std: Standard deviations of the initial weights of `gate` and `grow`, and of `shrink`.
+    """
+
+    def __init__(self, width: int, hidden: int, *, std: tuple[float, float]) -> None:
+        super().__init__()
+        self.gate = Linear(width, hidden, std=std[0], bias=False)
+        self.grow = Linear(width, hidden, std=std[0], bias=False)
+        self.shrink = Linear(hidden, width, std=std[1], bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.shrink(F.silu(self.gate(x)) * self.grow(x))
+        return y
 
 
 class DropPath(nn.Module):

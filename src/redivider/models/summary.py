@@ -137,6 +137,7 @@ def _fused_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    enable_gqa: bool = False,
 ) -> Any:
     if attn_mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
@@ -154,15 +155,15 @@ def print_models(patterns: Sequence[str]) -> None:
         raise OptionError(
             f"no model matches {' or '.join(unmatched)}; there are {', '.join(list_models())}"
         )
-    print(f"{'':18}{'':>15}{'':>10}   activations of a sample, MiB")
-    print(f"{'model':18}{'parameters':>15}{'GFLOPs':>10}{'stored':>12}{'reversed':>12}")
+    print(f"{'':18}{'':>15}{'':>12}   activations of a sample, MiB")
+    print(f"{'model':18}{'parameters':>15}{'GFLOPs':>12}{'stored':>12}{'reversed':>12}")
     for name in dict.fromkeys(name for names in matches.values() for name in names):
         summary = summarise(name)
         stored, reversed_ = (
             f"{summary.kept[backward] / 2**20:.1f}" if backward in summary.kept else "-"
             for backward in ("store", "reverse")
         )
-        costs = f"{summary.parameters:>15,}{summary.flops / 1e9:>10.1f}"
+        costs = f"{summary.parameters:>15,}{summary.flops / 1e9:>12.1f}"
         print(f"{name:18}{costs}{stored:>12}{reversed_:>12}", flush=True)
     print(
         "\nFLOPs of a forward, two for a multiplication with addition; activations that autograd"

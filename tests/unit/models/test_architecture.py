@@ -1,12 +1,13 @@
 """Reversible networks equal plain functions that follow the papers, without units or chains."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.families import IMAGES, PATCHES, TEXT, is_text
-from support.layers import layer_norm, linear, mlp, unsettled
+from support.families import IMAGES, LLAMA, PATCHES, TEXT, is_text
+from support.layers import explicit_attention, layer_norm, linear, mlp, unsettled
 
 import redivider as rd
 from redivider.models.parts import DropPath
@@ -106,6 +107,51 @@ def test_rev_gpt():
     assert torch.allclose(model(tokens), y, rtol=1e-9, atol=1e-9)
 
 
+def rms_norm(state, key, x):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * state[f"{key}.weight"]
+
+
+def turn(x):
+    """Rotate queries or keys of width 4 as complex numbers; 8 divides the second's frequency."""
+    a, b = x.chunk(2, -1)
+    slow = 500000**-0.5
+    turns = 8192 * slow / (2 * math.pi)  # in the trained context: between 1 and 4
+    kept = (turns - 1) / 3
+    frequencies = torch.tensor([1.0, slow * (kept + (1 - kept) / 8)], dtype=torch.float64)
+    angles = torch.arange(x.shape[-2])[:, None] * frequencies
+    turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def grouped_attention(state, key, x):
+    """Attention of 4 heads of width 4, in which 2 heads share their keys and values."""
+    x = rms_norm(state, f"{key}.norm", x)
+    q, k, v = (x @ state[f"{key}.body.qkv.weight"].T).split((16, 8, 8), -1)
+    q, k, v = (x.unflatten(-1, (-1, 4)).transpose(1, 2) for x in (q, k, v))
+    k, v = (x[:, [0, 0, 1, 1]] for x in (k, v))
+    y = explicit_attention(turn(q), turn(k), v, causal=True)
+    return y.transpose(1, 2).flatten(2) @ state[f"{key}.body.out.weight"].T
+
+
+def swiglu(state, key, x):
+    gate, grow, shrink = (
+        state[f"{key}.body.{name}.weight"].T for name in ("gate", "grow", "shrink")
+    )
+    x = rms_norm(state, f"{key}.norm", x)
+    return ((x @ gate).sigmoid() * (x @ gate) * (x @ grow)) @ shrink
+
+
+def test_rev_llama():
+    model = unsettled("rev_llama_tiny", **{**LLAMA, "depth": 3})
+    state, tokens = model.state_dict(), torch.randint(256, (3, 11))
+    x1 = x2 = state["stem.tokens.weight"][tokens]
+    for i in range(3):
+        x1 = x1 + grouped_attention(state, f"layer{i}_attention.f", x2)
+        x2 = x2 + swiglu(state, f"layer{i}_mlp.f", x1)
+    y = rms_norm(state, "norm.norm", (x1 + x2) / 2) @ state["head.weight"].T
+    torch.testing.assert_close(model(tokens), y, rtol=1e-5, atol=1e-5)  # angles are float32
+
+
 def test_drop_path_drops_whole_samples_and_makes_up_for_them():
     drop = DropPath(0.25)
     y = drop(torch.ones(4000, 3, 2))
@@ -135,7 +181,16 @@ def test_rev_roberta():
 
 @pytest.mark.parametrize(
     "name",
-    ["vit_tiny", "rev_vit_tiny", "gpt_nano", "rev_gpt_nano", "roberta_base", "rev_roberta_base"],
+    [
+        "vit_tiny",
+        "rev_vit_tiny",
+        "gpt_nano",
+        "rev_gpt_nano",
+        "llama_tiny",
+        "rev_llama_tiny",
+        "roberta_base",
+        "rev_roberta_base",
+    ],
 )
 def test_dropout_is_everywhere_it_should_be_and_only_in_training(name):
     options = {**(TEXT if is_text(name) else PATCHES), "depth": 2}
@@ -153,5 +208,6 @@ def test_dropout_is_everywhere_it_should_be_and_only_in_training(name):
         assert not torch.equal(part(tokens), part(tokens)), part
         part.eval()
         assert torch.equal(part(tokens), part(tokens)), part
-    inner = model[2].f.body.dropout
-    assert inner.p == (0.0 if is_text(name) else 0.5)  # GPT-2 and RoBERTa have none there
+    if "llama" not in name:
+        inner = model[2].f.body.dropout
+        assert inner.p == (0.0 if is_text(name) else 0.5)  # GPT-2 and RoBERTa have none there

@@ -60,6 +60,29 @@ def test_it_is_attention(num):
     assert not torch.equal(dropped, attend(q, k, v, dropout=0.5))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "repeats"),
+    [(torch.float64, 1e-12, True), (torch.float32, 1e-5, True), (torch.bfloat16, 0.02, False)],
+)
+def test_groups_of_heads_share_keys_and_values(dtype, tolerance, repeats, monkeypatch):
+    torch.manual_seed(0)
+    q = torch.randn(2, 6, 5, 8).to(dtype)
+    k, v = torch.randn(2, 2, 2, 5, 8).to(dtype)
+    own_k, own_v = (x[:, [0, 0, 0, 1, 1, 1]].double() for x in (k, v))
+    expected = explicit_attention(q.double(), own_k, own_v, causal=True)
+    original = F.scaled_dot_product_attention
+    num_heads = []
+
+    def watched(q, k, v, **keywords):
+        num_heads.append(k.shape[1])
+        return original(q, k, v, **keywords)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    y = attend(q, k, v, causal=True)
+    assert y.dtype == dtype and num_heads == [6 if repeats else 2]
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=tolerance)
+
+
 def test_cudnn_is_not_taken_where_its_gradients_may_not_be_numbers(seen):
     lengths = [1, 63, 64, 65, 127, 128, 129, 192, 256, 320]
     for num in lengths:
@@ -109,6 +132,7 @@ def test_on_other_devices_nothing_is_forbidden(monkeypatch):
         ("rev_swin_tiny", {"image_size": 8, "patch_size": 1, "window": 8, "depths": (1,)}),
         ("rev_mvit_base", {"image_size": 16, "patch_size": 1, "pool": 2, "depths": (1,)}),
         ("rev_gpt_nano", {"context": 64, "depth": 1}),
+        ("rev_llama_tiny", {"context": 64, "depth": 1}),
         ("rev_roberta_base", {"context": 64, "depth": 1}),
     ],
 )

@@ -9,7 +9,7 @@ import redivider as rd
 
 def test_names():
     names = rd.list_models()
-    assert len(names) == len(set(names)) == 46
+    assert len(names) == len(set(names)) == 54
     for name in (
         "revnet18",
         "resnet101",
@@ -17,6 +17,7 @@ def test_names():
         "rev_vit_giant",
         "rev_swin_giant",
         "rev_mvit_base",
+        "llama_8b",
     ):
         assert name in names
     assert rd.list_models("rev_gpt_*") == [
@@ -50,6 +51,10 @@ def test_every_model_builds_without_memory(name):
         ("gpt_nano", {"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
         ("gpt_nano", {"vocabulary": 0}, "vocabulary must be a whole number, 1 or more, got 0"),
         ("gpt_nano", {"drop_path": "0.1"}, "drop_path must be a number in .* got '0.1'"),
+        ("llama_1b", {"kv_heads": 5}, "32 heads cannot share 5 heads of keys and values"),
+        ("llama_1b", {"width": 96}, "pairs, and heads of 3 .* make width 96 a multiple of 64"),
+        ("llama_1b", {"rope_factor": 0.5}, "rope_factor must be a number, 1 or more, got 0.5"),
+        ("llama_1b", {"rope_theta": "1e4"}, "rope_theta must be a number, .* got '1e4'"),
         ("gpt_nano", {"tied": "no"}, "tied must be True or False, got 'no'"),
         ("revnet18", {"image_size": True}, "image_size must be a whole number, .* got True"),
         ("revnet18", {"depths": (2, 0)}, r"depths must be a tuple, 1 or more .* got \(2, 0\)"),
@@ -72,12 +77,12 @@ def test_inputs_that_do_not_fit_say_so():
         ValueError, match=r"made for batches of images of 3 x 32 x 32, got \(2, 3, 16"
     ):
         vit(torch.randn(2, 3, 16, 16))
-    gpt = rd.create_model("gpt_nano", **{**TEXT, "depth": 1})
-    with pytest.raises(ValueError, match="17 tokens are more than the 16"):
-        gpt(torch.zeros(1, 17, dtype=torch.long))
-
-    with pytest.raises(ValueError, match=r"must have shape \(batch, tokens\), got 1 dim"):
-        gpt(torch.zeros(8, dtype=torch.long))
+    for name in ("gpt_nano", "llama_tiny"):
+        model = rd.create_model(name, **{**TEXT, "depth": 1})
+        with pytest.raises(ValueError, match="17 tokens are more than the 16"):
+            model(torch.zeros(1, 17, dtype=torch.long))
+        with pytest.raises(ValueError, match=r"must have shape \(batch, tokens\), got 1 dim"):
+            model(torch.zeros(8, dtype=torch.long))
 
 
 def test_numbers_of_other_libraries_are_numbers():

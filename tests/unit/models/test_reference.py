@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.llama import rope_parameters
 from torch import Tensor
 
 import redivider as rd
@@ -225,6 +226,79 @@ def test_gpt_is_that_of_transformers(tied):
     changed = tokens.clone()
     changed[:, 6:] = 0
     assert torch.equal(ours(tokens)[:, :6], ours(changed)[:, :6]), "it sees what comes later"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_is_that_of_transformers(tied, dtype):
+    """Outputs and gradients agree, with grouped queries and scaled rotary positions."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        rope_parameters=rope_parameters(8.0),
+        tie_word_embeddings=tied,
+    )
+    theirs = unsettle(transformers.LlamaForCausalLM(config)).eval().to(dtype)
+    if dtype == torch.float64:
+        _norm_in_float64(theirs, 32)  # theirs rounds to float32
+    options: dict[str, Any] = {"width": 32, "hidden": 40, "heads": 4, "kv_heads": 2, "depth": 3}
+    options |= {"vocabulary": 50, "context": 64, "rope_factor": 8.0, "tied": tied}
+    ours = rd.create_model("llama_tiny", dtype=dtype, **options)
+    load(ours, _llama_state(theirs.state_dict()), LLAMA)
+    assert (ours[-1].weight is ours[0].tokens.weight) == tied
+    tokens = torch.randint(50, (3, 61))
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    logits = ours(tokens), theirs(tokens).logits
+    torch.testing.assert_close(*logits, rtol=tolerance, atol=tolerance)
+    for y in logits:
+        (y * torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y)).sum().backward()
+    gradients = {key: param.grad for key, param in theirs.named_parameters(remove_duplicate=False)}
+    expected = rd.create_model("llama_tiny", dtype=dtype, **options)
+    load(expected, _llama_state(gradients), LLAMA)
+    for key, param in ours.named_parameters():
+        assert param.grad is not None, key
+        gradient = expected.get_parameter(key).detach()
+        assert (param.grad - gradient).norm() <= tolerance * gradient.norm(), key
+
+
+LLAMA = [
+    (r"model\.embed_tokens\.weight", "stem.tokens.weight"),
+    (r"model\.layers\.(\d)\.input_layernorm\.(.*)", r"layer\1_attention.f.norm.\2"),
+    (r"model\.layers\.(\d)\.self_attn\.qkv\.(.*)", r"layer\1_attention.f.body.qkv.\2"),
+    (r"model\.layers\.(\d)\.self_attn\.o_proj\.(.*)", r"layer\1_attention.f.body.out.\2"),
+    (r"model\.layers\.(\d)\.post_attention_layernorm\.(.*)", r"layer\1_mlp.f.norm.\2"),
+    (r"model\.layers\.(\d)\.mlp\.gate_proj\.(.*)", r"layer\1_mlp.f.body.gate.\2"),
+    (r"model\.layers\.(\d)\.mlp\.up_proj\.(.*)", r"layer\1_mlp.f.body.grow.\2"),
+    (r"model\.layers\.(\d)\.mlp\.down_proj\.(.*)", r"layer\1_mlp.f.body.shrink.\2"),
+    (r"model\.norm\.(.*)", r"norm.\1"),
+    (r"lm_head\.weight", "head.weight"),
+]
+
+
+def _llama_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Join queries, keys and values of a layer."""
+    state = dict(state)
+    for key in [key for key in state if ".q_proj." in key]:
+        parts = [state.pop(key.replace("q_proj", f"{kind}_proj")) for kind in "qkv"]
+        state[key.replace("q_proj", "qkv")] = torch.cat(parts)
+    return state
+
+
+def _norm_in_float64(model: torch.nn.Module, width: int) -> None:
+    """Replace norms that compute in float32, whatever their weights are."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name.endswith("norm"):
+                norm = torch.nn.RMSNorm(width, eps=1e-5, dtype=torch.float64)
+                norm.load_state_dict(child.state_dict())
+                setattr(module, name, norm)
 
 
 def test_swin_is_that_of_transformers():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.families import EACH
+from support.llama import CONFIGURATIONS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -93,6 +94,24 @@ def test_mvit():
     fusions = sum(6 * c**2 + 3 * c for c in (96, 192, 384))
     # no class token and no position of it; a norm and a head twice as wide
     assert num_parameters("rev_mvit_base") == 35_045_224 + fusions - 2 * 96 + 768 * (1000 + 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "published"),
+    [("1b", 1_235_814_400), ("3b", 3_212_749_824), ("8b", 8_030_261_248)],
+)
+def test_llama(size, published):
+    """transformers builds as many from the published configuration."""
+    transformers = pytest.importorskip("transformers")
+    options = resolve(f"llama_{size}")[1]
+    config = transformers.LlamaConfig(**CONFIGURATIONS[size])
+    with torch.device("meta"):
+        theirs = transformers.LlamaForCausalLM(config)
+    assert sum(param.numel() for param in theirs.parameters()) == published
+    assert options.context == config.max_position_embeddings
+    for prefix in ("llama", "rev_llama"):
+        assert num_parameters(f"{prefix}_{size}") == published
+    assert options.tied == config.tie_word_embeddings
 
 
 @pytest.mark.parametrize(("size", "published"), [("base", 124_697_433), ("large", 355_412_057)])
