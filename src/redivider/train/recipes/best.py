@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from redivider.train.recipe import Recipe
 from redivider.train.recipes.petra import table2
-from redivider.train.recipes.transformers import text
+from redivider.train.recipes.transformers import cifar10, text
 
 
 def revnet18() -> Recipe:
@@ -31,6 +31,25 @@ def revnet18() -> Recipe:
     )
 
 
+def vit() -> Recipe:
+    """Return a recipe for 10 epochs of CIFAR-10, with 128 images in an update."""
+    return replace(
+        cifar10("rev_vit_small", patch_size=4),
+        name="rev_vit_small-cifar10-best",
+        method="petra",
+        stages=8,
+        microbatch=8,
+        accumulate=16,
+        latency=0.5,
+        epochs=10,
+        warmup=2,
+        optimizer="muon",
+        lr=1e-3,
+        momentum=0.95,
+        muon_rest_lr=2.5e-4,
+    )
+
+
 def gpt() -> Recipe:
     """Return a recipe for one epoch of a text of about 20 MB, with 32,768 bytes in an update."""
     return replace(
@@ -47,4 +66,4 @@ def gpt() -> Recipe:
     )
 
 
-RECIPES: list[Callable[[], Recipe]] = [revnet18, gpt]
+RECIPES: list[Callable[[], Recipe]] = [revnet18, vit, gpt]
