@@ -18,6 +18,7 @@ if _TYPE_CHECKING:
     from redivider.convert.lifted import Lift as Lift
     from redivider.convert.reversible import make_plain as make_plain
     from redivider.convert.reversible import make_reversible as make_reversible
+    from redivider.convert.units import units_from as units_from
     from redivider.coupling import Coupling as Coupling
     from redivider.errors import CaptureError as CaptureError
     from redivider.errors import ChangedError as ChangedError
@@ -66,6 +67,7 @@ _HOMES = {
     "make_plain": "convert.reversible",
     "make_reversible": "convert.reversible",
     "measure_memory": "checks.memory",
+    "units_from": "convert.units",
 }
 
 __all__ = list(_HOMES)

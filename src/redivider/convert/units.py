@@ -1,0 +1,167 @@
+"""Units of a network that exists already, made of the network's own modules.
+
+    plain       stem, block, block, ..., norm, head                          the same function
+    couplings   stem, Duplicate, attention, MLP, ..., Fuse, norm, head       another function
+
+The weights are the network's: to train the units is to train it. A model of transformers computes
+masks and positions once, for all blocks. Here every block computes its own, by the same functions,
+so that stages exchange nothing but the stream.
+"""
+
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from redivider.convert.families import FAMILIES, HEADS, Family
+from redivider.convert.reversible import PLACE
+from redivider.coupling import Coupling
+from redivider.junction import Duplicate, Fuse
+
+
+def units_from(model: nn.Module, *, couplings: bool = False) -> list[nn.Module]:
+    """Return the units of a network of transformers or timm, for a chain or a pipeline.
+
+        units = rd.units_from(AutoModelForCausalLM.from_pretrained("gpt2"))
+        logits = rd.Chain(units)(tokens)
+
+    They share the network's weights. Plain units compute its function: stem, blocks, last norm and
+    head. Blocks of transformers take `attention_mask` as a keyword; the stems of GPT-2, BERT and
+    RoBERTa take `token_type_ids`.
+
+    Args:
+        model: A GPT-2, Llama, Qwen 3, Mistral, Gemma 3, BERT, RoBERTa, ViT or DINOv2 of
+            transformers, with or without a head, or a ViT of timm.
+        couplings: Make two couplings of every block, its attention and its MLP, of which nothing is
+            kept. That is another function, and has to be trained. Not for BERT and RoBERTa, whose
+            norms follow the sums.
+    """
+    base: Any = getattr(model, "base_model", model)
+    library = type(base).__module__.partition(".")[0]
+    family = FAMILIES.get(f"{library}.{type(base).__name__}")
+    name = type(model).__name__
+    if family is None:
+        raise ValueError(
+            f"cannot make units of {name}; supported are {', '.join(FAMILIES)}, with or without a "
+            "head; for another network, write a list of units: any modules that follow each other"
+        )
+    is_bare = model is base and library == "transformers"
+    if not is_bare and name not in HEADS:
+        raise ValueError(
+            f"cannot make a unit of the head of {name}; supported are {', '.join(HEADS)}; or add a "
+            "head of your own to rd.units_from(model.base_model)"
+        )
+    if couplings and not family.branches:
+        raise ValueError(
+            f"{name} has norms after its sums, so its blocks cannot become couplings; use its "
+            "plain units"
+        )
+    blocks: list[nn.Module] = list(base.get_submodule(family.blocks))
+    if any(PLACE in vars(block) for block in blocks):
+        raise ValueError("the model is reversible; call rd.make_plain(model) first")
+    units = [family.stem(base)]
+    for index, block in enumerate(blocks):
+        context = None if family.is_causal is None else Context(base, family.is_causal, index)
+        units += _couple(family, block, context) if couplings else [Block(block, context)]
+    if couplings:
+        units = [units[0], Duplicate(), *units[1:], Fuse("mean")]
+    if family.norm is not None:
+        units.append(base.get_submodule(family.norm))
+    return units if is_bare else [*units, HEADS[name](model)]
+
+
+class Context(nn.Module):
+    """Mask and positions that a model of transformers passes to one of its blocks.
+
+    Args:
+        base: The model, without its head.
+        is_causal: Whether a token sees none after it.
+        index: Index of the block.
+    """
+
+    def __init__(self, base: Any, is_causal: bool, index: int) -> None:
+        super().__init__()
+        self.config = config = base.config
+        if getattr(config, "use_bidirectional_attention", False):
+            raise ValueError("use_bidirectional_attention has masks that are not supported")
+        kinds = getattr(config, "layer_types", None)
+        has_window = getattr(config, "sliding_window", None) is not None
+        self.kind = kinds[index] if kinds else f"{'sliding' if has_window else 'full'}_attention"
+        masks: Any = import_module("transformers.masking_utils")
+        if not (is_causal or getattr(config, "is_decoder", False)):
+            self.make_mask = masks.create_bidirectional_mask
+        elif self.kind == "sliding_attention":
+            self.make_mask = masks.create_sliding_window_causal_mask
+        else:
+            self.make_mask = masks.create_causal_mask
+        self.rotary = getattr(base, "rotary_emb", None)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None) -> dict[str, Any]:
+        """Return the keywords of a block, or of its attention, for a stream like x."""
+        mask = self.make_mask(
+            config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=None
+        )
+        if self.rotary is None:
+            return {"attention_mask": mask}
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        by_kind = "layer_type" in signature(self.rotary.forward).parameters
+        rotation = self.rotary(x, positions, **({"layer_type": self.kind} if by_kind else {}))
+        return {"attention_mask": mask, "position_embeddings": rotation}
+
+
+class Block(nn.Module):
+    """Residual block of a model, with what the model would pass to it.
+
+    Args:
+        block: The block.
+        context: Mask and positions; None for a block that takes its input alone.
+    """
+
+    def __init__(self, block: nn.Module, context: Context | None) -> None:
+        super().__init__()
+        self.block, self.context = block, context
+        self.takes = () if context is None else ("attention_mask",)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return self.block(x, **(self.context(x, attention_mask) if self.context else {}))
+
+
+class Branch(nn.Module):
+    """What a block adds to its input by attention, or by its MLP, times two.
+
+    Either stream receives half of all branches. Twice as large, they add up to the residual stream
+    of the model in the mean of the streams.
+
+    Args:
+        block: The block.
+        names: Names of its modules, in order; the second is attention or MLP.
+        context: Mask and positions; None without.
+    """
+
+    def __init__(self, block: nn.Module, names: tuple[str, ...], context: Context | None) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: block.get_submodule(name) for name in names})
+        self.context = context
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Any:
+        norm, main, *others = self.parts.values()
+        y = main(norm(x), **(self.context(x, attention_mask) if self.context else {}))
+        y = y[0] if isinstance(y, tuple) else y  # attention returns its weights, too
+        for part in others:
+            y = part(y)
+        return SCALE * y
+
+
+SCALE = 2
+
+
+def _couple(family: Family, block: nn.Module, context: Context | None) -> list[nn.Module]:
+    """Return the couplings of a block: y1 = x1 + attention(x2), y2 = x2 + MLP(y1)."""
+    attention, mlp = family.branches
+    takes = () if context is None else ("attention_mask",)
+    return [
+        Coupling(Branch(block, attention, context), takes=takes),
+        Coupling(Branch(block, mlp, None)),
+    ]
