@@ -75,14 +75,14 @@ TIMM_STEM = ("patch_embed", "pos_drop", "patch_drop", "norm_pre")
 
 
 def timm_stem(model: Any) -> nn.Module:
-    """Return all of `forward_features` before the blocks."""
+    """Return what precedes the blocks."""
     modules = {name: model._modules[name] for name in TIMM_STEM}
     without = {"blocks": nn.Sequential(), "norm": nn.Identity()}
     return TimmPart(model, "forward_features", modules | without, model._parameters)
 
 
 def timm_head(model: Any) -> nn.Module:
-    """Return all that follows the last norm."""
+    """Return what follows the last norm."""
     others = (*TIMM_STEM, "blocks", "norm")
     modules = {name: child for name, child in model._modules.items() if name not in others}
     return TimmPart(model, "forward_head", modules, {})
@@ -100,60 +100,26 @@ class Family(NamedTuple):
     stem: Callable[[Any], nn.Module]
     blocks: str
     norm: str | None
-    branches: tuple[tuple[str, ...], ...]
-    """Modules of a block's attention and of its MLP, in order; none if norms follow the sums."""
+    """Norm after the last block; None if the norms of a block follow its sums."""
     is_causal: bool | None
     """Whether a token sees none after it; None if blocks take no mask."""
 
 
-LLAMA = Family(
-    attrgetter("embed_tokens"),
-    "layers",
-    "norm",
-    (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp")),
-    is_causal=True,
-)
-BERT = Family(BertStem, "encoder.layer", None, (), is_causal=False)
+LLAMA = Family(attrgetter("embed_tokens"), "layers", "norm", is_causal=True)
+BERT = Family(BertStem, "encoder.layer", None, is_causal=False)
+VIT = Family(attrgetter("embeddings"), "layers", "layernorm", is_causal=False)
 
 FAMILIES = {
-    "transformers.GPT2Model": Family(
-        GPT2Stem, "h", "ln_f", (("ln_1", "attn"), ("ln_2", "mlp")), is_causal=True
-    ),
+    "transformers.GPT2Model": Family(GPT2Stem, "h", "ln_f", is_causal=True),
     "transformers.LlamaModel": LLAMA,
     "transformers.Qwen3Model": LLAMA,
     "transformers.MistralModel": LLAMA,
-    "transformers.Gemma3TextModel": LLAMA._replace(
-        branches=(
-            ("input_layernorm", "self_attn", "post_attention_layernorm"),
-            ("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
-        )
-    ),
+    "transformers.Gemma3TextModel": LLAMA,
     "transformers.BertModel": BERT,
     "transformers.RobertaModel": BERT,
-    "transformers.ViTModel": Family(
-        attrgetter("embeddings"),
-        "layers",
-        "layernorm",
-        (("layernorm_before", "attention", "dropout"), ("layernorm_after", "mlp", "dropout")),
-        is_causal=False,
-    ),
-    "transformers.Dinov2Model": Family(
-        attrgetter("embeddings"),
-        "encoder.layer",
-        "layernorm",
-        (
-            ("norm1", "attention", "layer_scale1", "drop_path"),
-            ("norm2", "mlp", "layer_scale2", "drop_path"),
-        ),
-        is_causal=False,
-    ),
-    "timm.VisionTransformer": Family(
-        timm_stem,
-        "blocks",
-        "norm",
-        (("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")),
-        is_causal=None,
-    ),
+    "transformers.ViTModel": VIT,
+    "transformers.Dinov2Model": VIT._replace(blocks="encoder.layer"),
+    "timm.VisionTransformer": Family(timm_stem, "blocks", "norm", is_causal=None),
 }
 
 HEADS: dict[str, Callable[[Any], nn.Module]] = {

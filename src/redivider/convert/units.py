@@ -1,11 +1,15 @@
 """Units of a network that exists already, made of the network's own modules.
 
-    plain       stem, block, block, ..., norm, head                          the same function
-    couplings   stem, Duplicate, attention, MLP, ..., Fuse, norm, head       another function
+    plain        u0 = stem(tokens)       u' = block(u)                  head(norm(u))
+    couplings    a = b = stem(tokens)    (a, b)' = (b + f(a), a)        head(norm((a + b) / 2))
+                                         f(a) = block(a) - a
 
 The weights are the network's: to train the units is to train it. A model of transformers computes
 masks and positions once, for all blocks. Here every block computes its own, by the same functions,
 so that stages exchange nothing but the stream.
+
+Couplings of whole blocks keep more of the network's function than couplings of attention and MLP
+apart (docs/pretrained.md).
 """
 
 from importlib import import_module
@@ -15,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redivider.convert.families import FAMILIES, HEADS, Family
+from redivider.convert.families import FAMILIES, HEADS
 from redivider.convert.reversible import PLACE
-from redivider.coupling import Coupling
-from redivider.junction import Duplicate, Fuse
+from redivider.coupling import Coupling, Streams
+from redivider.junction import Fuse
 
 
 def units_from(model: nn.Module, *, couplings: bool = False) -> list[nn.Module]:
@@ -34,9 +38,9 @@ def units_from(model: nn.Module, *, couplings: bool = False) -> list[nn.Module]:
     Args:
         model: A GPT-2, Llama, Qwen 3, Mistral, Gemma 3, BERT, RoBERTa, ViT or DINOv2 of
             transformers, with or without a head, or a ViT of timm.
-        couplings: Make two couplings of every block, its attention and its MLP, of which nothing is
-            kept. That is another function, and has to be trained. Not for BERT and RoBERTa, whose
-            norms follow the sums.
+        couplings: Make a coupling of every block. A pipeline keeps nothing of it, but it is another
+            function, which has to be trained. Not for BERT and RoBERTa, whose norms follow the
+            sums.
     """
     base: Any = getattr(model, "base_model", model)
     library = type(base).__module__.partition(".")[0]
@@ -53,22 +57,23 @@ def units_from(model: nn.Module, *, couplings: bool = False) -> list[nn.Module]:
             f"cannot make a unit of the head of {name}; supported are {', '.join(HEADS)}; or add a "
             "head of your own to rd.units_from(model.base_model)"
         )
-    if couplings and not family.branches:
+    if couplings and family.norm is None:
         raise ValueError(
-            f"{name} has norms after its sums, so its blocks cannot become couplings; use its "
-            "plain units"
+            f"the blocks of {name} cannot become couplings, because their norms follow the sums; "
+            "use its plain units"
         )
     blocks: list[nn.Module] = list(base.get_submodule(family.blocks))
     if any(PLACE in vars(block) for block in blocks):
         raise ValueError("the model is reversible; call rd.make_plain(model) first")
-    units = [family.stem(base)]
+    stem = family.stem(base)
+    units = [TwoStreams(stem) if couplings else stem]
     for index, block in enumerate(blocks):
         context = None if family.is_causal is None else Context(base, family.is_causal, index)
-        units += _couple(family, block, context) if couplings else [Block(block, context)]
-    if couplings:
-        units = [units[0], Duplicate(), *units[1:], Fuse("mean")]
+        unit = Block(block, context)
+        units.append(Coupling(Residual(unit), takes=unit.takes) if couplings else unit)
     if family.norm is not None:
-        units.append(base.get_submodule(family.norm))
+        norm = base.get_submodule(family.norm)
+        units.append(nn.Sequential(Fuse("mean"), norm) if couplings else norm)
     return units if is_bare else [*units, HEADS[name](model)]
 
 
@@ -99,7 +104,7 @@ class Context(nn.Module):
         self.rotary = getattr(base, "rotary_emb", None)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None) -> dict[str, Any]:
-        """Return the keywords of a block, or of its attention, for a stream like x."""
+        """Return the keywords of a block for the input x."""
         mask = self.make_mask(
             config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=None
         )
@@ -128,40 +133,25 @@ class Block(nn.Module):
         return self.block(x, **(self.context(x, attention_mask) if self.context else {}))
 
 
-class Branch(nn.Module):
-    """What a block adds to its input by attention, or by its MLP, times two.
+class Residual(nn.Module):
+    """What a block adds to its input."""
 
-    Either stream receives half of all branches. Twice as large, they add up to the residual stream
-    of the model in the mean of the streams.
-
-    Args:
-        block: The block.
-        names: Names of its modules, in order; the second is attention or MLP.
-        context: Mask and positions; None without.
-    """
-
-    def __init__(self, block: nn.Module, names: tuple[str, ...], context: Context | None) -> None:
+    def __init__(self, unit: Block) -> None:
         super().__init__()
-        self.parts = nn.ModuleDict({name: block.get_submodule(name) for name in names})
-        self.context = context
+        self.unit = unit
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Any:
-        norm, main, *others = self.parts.values()
-        y = main(norm(x), **(self.context(x, attention_mask) if self.context else {}))
-        y = y[0] if isinstance(y, tuple) else y  # attention returns its weights, too
-        for part in others:
-            y = part(y)
-        return SCALE * y
+    def forward(self, x: Tensor, **side: Any) -> Any:
+        return self.unit(x, **side) - x
 
 
-SCALE = 2
+class TwoStreams(nn.Module):
+    """Stem from which both streams begin. As two units, a pipeline would keep its output, too."""
 
+    def __init__(self, stem: nn.Module) -> None:
+        super().__init__()
+        self.stem = stem
+        self.takes = getattr(stem, "takes", ())
 
-def _couple(family: Family, block: nn.Module, context: Context | None) -> list[nn.Module]:
-    """Return the couplings of a block: y1 = x1 + attention(x2), y2 = x2 + MLP(y1)."""
-    attention, mlp = family.branches
-    takes = () if context is None else ("attention_mask",)
-    return [
-        Coupling(Branch(block, attention, context), takes=takes),
-        Coupling(Branch(block, mlp, None)),
-    ]
+    def forward(self, x: Tensor, **side: Any) -> Streams:
+        x = self.stem(x, **side)
+        return x, x
