@@ -45,6 +45,15 @@ def original_module(module: nn.Module) -> nn.Module | None:
     return getattr(module, "_orig_mod", None)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_exporting() -> bool:
+    """Return whether torch.export traces this code.
+
+    It is called outside of the graph: inside of it, torch 2.11 says so of every compiled graph.
+    """
+    return torch.compiler.is_exporting()
+
+
 def loops_in_order() -> contextlib.AbstractContextManager[None]:
     """Compile without reordering loops after fusion.
 

@@ -6,17 +6,18 @@ backward. Without grad mode every chain runs as plain modules do, and keeps noth
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from redivider._torch_private import call_uncompiled, original_module
+from redivider._torch_private import call_uncompiled, is_exporting, original_module
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import keep_input
-from redivider.backward.row import Row, prepare_streams
+from redivider.backward.row import Row, prepare_streams, run_on_grid
 from redivider.backward.strategy import STORE, Strategy, resolve_strategy
 from redivider.coupling import Coupling, run_by
 from redivider.errors import UnitError, did_you_mean, naming
@@ -128,13 +129,22 @@ class Chain(nn.Module):
     def forward(self, x: Any, /, **side: Any) -> Any:
         """Run all units on x; every unit receives those of the keywords that it takes."""
         verify_keywords(side, self.takes)
-        if torch.compiler.is_compiling() and self._is_plain():
-            for in_row, units in self.segments():
-                x = prepare_streams(x) if in_row else x
+        if torch.compiler.is_compiling() and (self._is_plain() or is_exporting()):
+            return self._run_traced(x, side)
+        return _run_eagerly(self, x, side)
+
+    def _run_traced(self, x: Any, side: dict[str, Any]) -> Any:
+        """Run all units as plain modules: a traced graph keeps nothing for a backward."""
+        for in_row, units in self.segments():
+            x = prepare_streams(x) if in_row else x
+            if in_row and self.arithmetic.exact:
+                couplings: list[Any] = [unit for _, unit in units]
+                calls = [partial(unit.residual, side=taken(unit, side)) for unit in couplings]
+                x = run_on_grid(calls, x, self.arithmetic)
+            else:
                 for _, unit in units:
                     x = unit(x, **taken(unit, side))
-            return x
-        return _run_eagerly(self, x, side)
+        return x
 
     def inverse(self, streams: Any, /, **side: Any) -> Any:
         """Return the input of a chain of couplings from its output, up to rounding."""

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from redivider._torch_private import is_exporting
+
 _KERNELS: dict[SDPBackend, Callable[[], bool]] = {
     SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
@@ -56,7 +58,7 @@ def attend(
         enable_gqa=group > 1,
     )
     # An exported graph has no kernels yet, and a test of the length would specialise it to one.
-    if not _has_cudnn(k) or _is_exporting() or k.shape[-2] % 128 != 64:
+    if not _has_cudnn(k) or is_exporting() or k.shape[-2] % 128 != 64:
         return run()
     # cuDNN's backward treats the padding of the last block of 128 keys as logits of 0. In a row
     # of logits below -88 these overflow, and the query's gradient is NaN (pytorch issue 196678).
@@ -69,12 +71,6 @@ def attend(
 
 def _has_cudnn(k: Tensor) -> bool:
     return k.is_cuda
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_exporting() -> bool:
-    # Called outside the graph: inside it, torch 2.11's compiler returns True for every graph.
-    return torch.compiler.is_exporting()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -1,0 +1,78 @@
+"""Models are exported as they are, also with gradients on, and compute the same bits."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.families import EACH, is_text
+from torch import nn
+
+import redivider as rd
+
+BOTH = [(name, options, kind) for name, options in EACH for kind in ("float", "fixed")]
+
+
+def inputs(name, number=0):
+    generator = torch.Generator().manual_seed(number)
+    if is_text(name):
+        return torch.randint(256, (2, 16), generator=generator)
+    return torch.randn(2, 1, 8, 8, generator=generator)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "arithmetic"),
+    [case for case in BOTH if case[0].startswith("rev") or case[2] == "float"],
+)
+def test_every_family(name, options, arithmetic):
+    torch.manual_seed(0)
+    model = rd.create_model(name, **options).eval()
+    model.arithmetic = arithmetic
+    program = torch.export.export(model, (inputs(name),)).module()
+    for number in range(2):
+        x = inputs(name, number)
+        assert torch.equal(program(x), model(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("arithmetic", ["float", "fixed"])
+def test_keywords_and_a_dynamic_batch(arithmetic, strict):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, scale):
+            return torch.tanh(self.linear(x)) * scale
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            couplings = [rd.Coupling(Scaled(), takes=("scale",)) for _ in range(3)]
+            self.chain = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse()], arithmetic=arithmetic)
+
+        def forward(self, x, scale):
+            return self.chain(x, scale=scale)
+
+    torch.manual_seed(0)
+    network, batch = Network(), torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(
+        network,
+        (torch.randn(4, 4), torch.tensor(0.5)),
+        dynamic_shapes=({0: batch}, None),
+        strict=strict,
+    ).module()
+    for size in (4, 9):
+        x, scale = torch.randn(size, 4), torch.rand(())
+        assert torch.equal(program(x, scale), network(x, scale))
+
+
+def test_a_compiled_chain_still_reverses():
+    """Only an exported one runs plainly."""
+    couplings = [rd.Coupling(nn.Sequential(nn.Linear(8, 8), nn.Tanh())) for _ in range(6)]
+    chain = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse()], backward="reverse")
+    compiled: Any = torch.compile(chain, backend="eager")
+    x = torch.randn(64, 8)
+    compiled(x).sum().backward()
+    held = [rd.measure_memory(net, x).held for net in (chain, compiled)]
+    assert held[1] <= 1.2 * held[0]
