@@ -26,13 +26,15 @@ COSTS = ("units", "work", "time")
 
 
 def units_of(model: Any) -> dict[str, nn.Module]:
-    """Return the units of a chain, of a module with `units()`, or of a list, by name."""
+    """Return the units of a chain, a Sequential, a module with `units()`, or a list, by name."""
     if isinstance(model, nn.Module):
         get_units = getattr(model, "units", None)
+        if get_units is None and isinstance(model, nn.Sequential):
+            get_units = model.__iter__
         if not callable(get_units):
             raise TypeError(
-                f"{type(model).__name__} has no units(); pass a Chain, a module with a method "
-                "units(), or a list of units"
+                f"{type(model).__name__} has no units(); pass a Chain, a Sequential, a module with "
+                "a method units(), or a list of units"
             )
         names = {id(module): name for name, module in model.named_modules()}
         units: list[nn.Module] = list(get_units())

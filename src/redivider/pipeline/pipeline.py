@@ -65,7 +65,7 @@ class Pipeline:
     It trains the caller's own modules: afterwards the model passed in is trained.
 
     Args:
-        model: A `Chain`, a module with `units()`, or a list of units.
+        model: A `Chain`, an `nn.Sequential`, a module with `units()`, or a list of units.
         stages: A number of stages, a list of their sizes, or "auto" for one per unit. A number is
             balanced by the work of each unit on `example`, or by units without one.
         loss: A function or module of (output, target) that returns the loss, or (loss, aux).

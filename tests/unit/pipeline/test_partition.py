@@ -1,6 +1,7 @@
 """The partition of units into stages: even, deterministic, and logged."""
 
 import logging
+from collections import OrderedDict
 from itertools import accumulate, combinations
 from typing import Any
 
@@ -144,3 +145,24 @@ def test_shared_parameters_and_units_are_refused():
     rd.Pipeline([a, nn.ReLU(), b], stages=1, loss=F.mse_loss, optimizer=SGD)
     with pytest.raises(ValueError, match="occurs twice"):
         rd.Pipeline([a, a], stages=2, loss=F.mse_loss, optimizer=SGD)
+    with pytest.raises(ValueError, match="occurs twice"):
+        rd.Pipeline(nn.Sequential(a, a), stages=2, loss=F.mse_loss, optimizer=SGD)
+
+
+def test_a_sequential_is_a_list_of_units_by_its_names():
+    def train(units):
+        torch.manual_seed(0)
+        for layer in (layer for layer in units if isinstance(layer, nn.Linear)):
+            layer.reset_parameters()
+        pipe = rd.Pipeline(units, stages=2, loss=F.mse_loss, optimizer=SGD)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(6):
+            pipe.step(*torch.randn(2, 3, 4, generator=generator))
+        pipe.flush()
+        return {key: value.clone() for key, value in pipe.full_state_dict().items()}
+
+    layers = {"first": nn.Linear(4, 4), "act": nn.Tanh(), "last": nn.Linear(4, 4)}
+    states = [train(nn.Sequential(OrderedDict(layers))), train([*layers.values()])]
+    assert list(states[0]) == ["first.weight", "first.bias", "last.weight", "last.bias"]
+    for one, other in zip(*(state.values() for state in states), strict=True):
+        assert torch.equal(one, other)
