@@ -340,17 +340,15 @@ def test_a_comparison_stopped_when_a_run_had_all_but_ended_goes_on(monkeypatch, 
 def test_a_terminal_sees_a_progress_bar():
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 160, 0, 0))
-    words = [sys.executable, "-m", "redivider", "train", "recipe.json", "--epochs", "0.3"]
-    process = subprocess.Popen(words, stdout=theirs, stderr=theirs)
-    os.close(theirs)
+    words = ("train", "recipe.json", "--epochs", "0.3")
+    process = start_command(*words, output=Path(os.ttyname(theirs)))
     seen = b""
-    while select.select([ours], [], [], seconds(60))[0]:
-        try:
+    while process.is_alive() or select.select([ours], [], [], 0)[0]:
+        if select.select([ours], [], [], 0.1)[0]:
             seen += os.read(ours, 65536)
-        except OSError:
-            break
+    os.close(theirs)
     os.close(ours)
-    assert process.wait() == 0
+    assert process.exitcode == 0
     text = seen.decode()
     for word in ("small, petra:", "loss=", "accuracy=", "memory=", "sample/s", "<", "MiB"):
         assert word in text

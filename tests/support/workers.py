@@ -22,6 +22,10 @@ PRELOADED = [
     "redivider.chain",
     "redivider.models.catalogue",
     "redivider.pipeline.distributed",
+    "redivider.train.loop",
+    "safetensors.torch",
+    "torch.utils.tensorboard",
+    "tyro",
 ]
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
