@@ -1,5 +1,7 @@
 """Captured ticks of a pipeline over processes compute the numbers of eager ones."""
 
+from typing import Any
+
 import pytest
 from support.processes import ordered
 from support.processes.cases import batch, equal, finish, model, options, run
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("backend", ["gloo", *ordered.MODES])
 def test_two_processes(backend, tmp_path):
     settings = [
-        {"accumulate": 2, "latency": 2},
+        *([{"accumulate": 2, "latency": 2}] if backend == "gloo" else []),
         {"latency": 0.5, "stages": 5},
         {"stages": [2, 7]},  # the mask travels
     ]
@@ -25,14 +27,16 @@ def test_two_processes(backend, tmp_path):
 
 @pytest.mark.parametrize("backend", ["gloo", "rendezvous"])
 def test_three_processes(backend, tmp_path):
-    settings = [
-        {},
-        {"latency": 0.5},
+    settings: list[dict[str, Any]] = [
         {"latency": [0.5, 2, 1], "accumulate": 2, "stages": 4, "share_loss": True},
-        {"latency": 1.5, "stages": 5, "accumulate": 3, "lookahead": True},
         {"clip_norm": 0.05, "clip_over": "all", "stages": 4},
-        {"lookahead": "displacement", "accumulate": 2},
     ]
+    if backend == "gloo":  # they differ in what a process computes, not in its messages
+        settings += [
+            {"latency": 0.5},
+            {"latency": 1.5, "stages": 5, "accumulate": 3, "lookahead": True},
+            {"lookahead": "displacement", "accumulate": 2},
+        ]
     compare_captured(settings, 3, backend, tmp_path)
 
 

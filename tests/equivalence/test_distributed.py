@@ -32,35 +32,36 @@ over_all_backends = pytest.mark.parametrize("backend", ["gloo", *ordered.MODES])
 
 @over_all_backends
 def test_two_processes(backend, tmp_path):
-    methods = METHODS if backend == "gloo" else ()
     settings: list[dict[str, Any]] = [
-        *({"method": method} for method in methods),
         {"accumulate": 3, "latency": 2},
         {"stages": [1, 2, 3, 1, 2], "accumulate": 3, "latency": 3},
         {"arithmetic": "fixed", "clip_norm": 0.5, "clip_over": "all"},
-        {"lookahead": True, "latency": 2, "lr_by_delay": True},
         {"message_dtype": torch.bfloat16, "stages": [3, 6]},  # the mask travels, and is not rounded
         {"message_dtype": torch.int8, "stages": 5},
     ]
+    if backend == "gloo":  # they differ in what a process computes, not in its messages
+        settings += [{"method": method} for method in METHODS]
+        settings += [{"lookahead": True, "latency": 2, "lr_by_delay": True}]
     compare(settings, 2, backend, tmp_path)
 
 
 @over_all_backends
 def test_three_processes(backend, tmp_path):
-    settings = [
+    settings: list[dict[str, Any]] = [
         {},
-        {"stages": [4, 1, 4], "accumulate": 3, "clip_norm": 0.5},
         {"stages": 9, "latency": 2, "method": "delayed"},
         {"optimizer": muon, "latency": 0.5, "clip_norm": 0.5, "clip_over": "all"},
-        {"optimizer": muon, "lookahead": True},
     ]
+    if backend == "gloo":  # they differ in what a process computes, not in its messages
+        settings += [{"stages": [4, 1, 4], "accumulate": 3, "clip_norm": 0.5}]
+        settings += [{"optimizer": muon, "lookahead": True}]
     compare(settings, 3, backend, tmp_path)
 
 
 @over_all_backends
 def test_four_processes(backend, tmp_path):
     settings = [
-        {"accumulate": 3},
+        *([{"accumulate": 3}] if backend == "gloo" else []),
         {"stages": [1, 3, 2, 1, 1, 1], "latency": 2, "method": "exact-inverse"},
         {"stages": 7, "clip_norm": 0.5, "clip_over": "all", "accumulate": 3},
     ]

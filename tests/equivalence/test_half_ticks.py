@@ -5,6 +5,7 @@ The weights follow the equations, and all runners agree to the last bit.
 
 import random
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_petra(stages, accumulate, latency):
 
 
 @SLOW
-@pytest.mark.parametrize("stages, accumulate, latency", [(3, 2, 1.5), (5, 3, 0.5), (2, 1, 2.5)])
+@pytest.mark.parametrize("stages, accumulate, latency", [(3, 2, 1.5), (3, 3, 0.5)])
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "petra"])
 def test_other_methods(method, stages, accumulate, latency):
     assert follow(CUTS[stages], method, accumulate, latency) <= BOUND
@@ -92,13 +93,11 @@ def test_lookahead_and_rates_by_delay(stages, accumulate, latency):
     [
         (2, 1, 0.5, {}),
         (5, 2, 0.5, {"lookahead": True}),
-        pytest.param(5, 2, 0.5, {}, marks=SLOW),
         pytest.param(3, 3, 1.5, {}, marks=SLOW),
         pytest.param(5, 1, [0.5, 1, 0.5, 1.5], {}, marks=SLOW),
-        pytest.param(3, 1, 0.5, {"lookahead": True, "optimizer": "adamw"}, marks=SLOW),
         pytest.param(9, 2, 0.5, {"clip_norm": 0.1, "clip_over": "all"}, marks=SLOW),
         pytest.param(3, 2, 2.5, {"lookahead": True}, marks=SLOW),
-        pytest.param(5, 3, 1.5, {"method": "dsp"}, marks=SLOW),
+        pytest.param(3, 3, 1.5, {"method": "dsp"}, marks=SLOW),
     ],
 )
 def test_captured_ticks_are_the_eager_ones(stages, accumulate, latency, options):
@@ -135,20 +134,23 @@ def test_saved_after_any_tick_it_continues(at, latency, tmp_path):
 @SLOW
 @pytest.mark.parametrize("backend", ["gloo", "eager", "rendezvous", "device"])
 def test_processes_compute_what_one_process_does(backend, tmp_path):
-    settings = [
+    settings: list[dict[str, Any]] = [
         {"latency": 0.5},
-        {"latency": 0.5, "accumulate": 3, "stages": [1, 2, 3, 1, 2], "lookahead": True},
         {"latency": 1.5, "clip_norm": 0.5, "clip_over": "all"},
         {"latency": [0.5, 1, 0.5, 1.5], "stages": 5, "message_dtype": torch.bfloat16},
-        {"latency": 0.5, "stages": [3, 2, 4], "method": "exact-inverse", "arithmetic": "fixed"},
     ]
+    if backend == "gloo":  # they differ in what a process computes, not in its messages
+        settings += [
+            {"latency": 0.5, "accumulate": 3, "stages": [1, 2, 3, 1, 2], "lookahead": True},
+            {"latency": 0.5, "stages": [3, 2, 4], "method": "exact-inverse", "arithmetic": "fixed"},
+        ]
     equalities.compare(settings, 3, backend, tmp_path)
 
 
 @SLOW
 @pytest.mark.parametrize(
     "backend, latency",
-    [("gloo", 0.5), ("rendezvous", 0.5), ("gloo", [0.5, 1, 1, 1]), ("rendezvous", [1, 1, 0.5, 2])],
+    [("gloo", 0.5), ("rendezvous", [1, 1, 0.5, 2])],
 )
 def test_saved_on_four_processes_it_continues_on_two_and_on_one(backend, latency, tmp_path):
     equalities.compare_saved({"stages": 5, "latency": latency}, backend, tmp_path)
@@ -208,7 +210,7 @@ def test_stages_that_are_slow_now_and_then_change_nothing(tmp_path):
     latencies = (0.5, 1, 1.5)
     calm, *others = (
         launch(sleep_now_and_then, tmp_path / f"{longest}", latencies, longest, world_size=3)
-        for longest in (0.0, 0.002, 0.01)
+        for longest in (0.0, 0.01)
     )
     for ours, theirs in ((a, b) for other in others for a, b in zip(calm, other, strict=True)):
         for (losses, weights), (same_losses, same_weights) in zip(ours, theirs, strict=True):
