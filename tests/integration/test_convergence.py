@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 import redivider as rd
 
-datasets = pytest.importorskip("sklearn.datasets")
-
 MICROBATCH, ACCUMULATE, WARM_UP, EPOCHS = 8, 8, 20, 8
 UPDATE = MICROBATCH * ACCUMULATE
 
@@ -32,7 +30,7 @@ def network(seed: int) -> rd.Chain:
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    data = datasets.load_digits()
+    data = pytest.importorskip("sklearn.datasets").load_digits()  # the import takes seconds
     x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     return x[order[:1437]], y[order[:1437]], x[order[1437:]], y[order[1437:]]
