@@ -21,7 +21,7 @@ from support.processes.launch import launch, launch_alone
 from support.tape import Tape
 
 NUM = 24  # micro-batches
-NUM_CAPTURED = 32  # until ticks have been captured, and replayed
+NUM_CAPTURED = 40  # until ticks have been captured, and replayed
 NUM_AFTER = 12  # after a state was read
 
 # Results of one process, by setting: they are the same for every backend.
