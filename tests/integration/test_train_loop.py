@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from support import training
 from support.training import recipe, rows, stop_after
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 import redivider as rd
 from redivider.data import load
@@ -274,6 +275,9 @@ KINDS = ("start", "train", "evaluate", "memory", "timeline", "end")
 def test_a_run_that_was_killed_anywhere_has_the_same_log(
     where, time, tmp_path, monkeypatch, undisturbed
 ):
+    # Names of TensorBoard's files end in a number of the process. Those of one second are read in
+    # the order of their names, and "10" would come before "9".
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     config = recipe(method="petra", epochs=0.3, save_minutes=0)
     whole = undisturbed(config)
     name, _, after = where.partition(", ")
