@@ -303,3 +303,17 @@ def test_vit_of_timm():
         grads.append({name: param.grad for name, param in model.named_parameters()})
     assert equal(*grads)
     rd.check_gradients(rd.Chain(rd.units_from(model, couplings=True)), x)
+
+
+def test_positions_that_change_with_what_was_seen_are_refused():
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        rope_scaling={"rope_type": "dynamic", "factor": 2.0},
+    )
+    with pytest.raises(ValueError, match="RoPE of the type dynamic changes with the lengths"):
+        rd.units_from(transformers.LlamaForCausalLM(config))

@@ -84,11 +84,12 @@ def _run(kernel: Any, num: int, block: int, /, *tensors: Any, **sizes: Any) -> N
 @triton.jit
 def _tile(size, num, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Return columns of packed bytes, indices of their values, masks of both, first indices."""
-    start = tl.program_id(0) * BLOCK
+    program = tl.program_id(0)
     place = tl.arange(0, 8)[:, None]
     if WIDE:
-        start = start.to(tl.int64)
+        program = program.to(tl.int64)
         place = place.to(tl.int64)
+    start = program * BLOCK
     column = start + tl.arange(0, BLOCK)
     first = start + place * size
     index = first + tl.arange(0, BLOCK)[None, :]
@@ -99,9 +100,10 @@ def _tile(size, num, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _row(num, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Return indices of values in a row, their mask, and the first index."""
-    start = tl.program_id(0) * BLOCK
+    program = tl.program_id(0)
     if WIDE:
-        start = start.to(tl.int64)
+        program = program.to(tl.int64)
+    start = program * BLOCK
     index = start + tl.arange(0, BLOCK)
     return index, index < num, start
 

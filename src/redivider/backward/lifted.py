@@ -20,7 +20,7 @@ from redivider.arithmetic import Fixed
 from redivider.backward.lift_steps import LiftSteps, Streams, add_wide
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import Kept
-from redivider.backward.row import mark
+from redivider.backward.row import mark, poisoned
 from redivider.errors import UnitError
 from redivider.lift import draw_signs
 from redivider.replay import Call, GraphRun, Record
@@ -94,9 +94,12 @@ class LiftedRow:
         self.next += 1
         self._expected = out.detach(), mark(out), out.requires_grad
         if self.is_complete:
-            del self._stored, self._expected
+            if not self._reports_at_once:
+                # The host reads of a fault later: until then, the loss and its gradients are NaN.
+                fault = (self._peaks != 0).any()
+                out, *beside = (poisoned(value, fault) for value in (out, *beside))
             self._mailbox.post(self._peaks, self._read_peaks)
-            del self._peaks
+            del self._stored, self._expected, self._peaks
         leaves = iter([out, *beside])
         values = [next(leaves) if is_tensor else other for is_tensor, other in node.leaves]
         return tree_unflatten(values, node.spec), point
@@ -118,8 +121,7 @@ class LiftedRow:
         u, value = self.steps.couple(u, point, output, self._peaks[2 * index + 1])
         self._verify_peak(2 * index + 1)
         self._stored = (u, x)
-        if index == len(self.names) - 1 and value.device.type != "cpu":
-            # The host reads of a fault later: until then, the loss is not a number.
+        if index == len(self.names) - 1 and not self._reports_at_once:
             value.masked_fill_((self._peaks != 0).any(), torch.nan)
         return value
 
@@ -148,9 +150,14 @@ class LiftedRow:
         """Release the streams after a block, whose backward is done."""
         self._outputs.pop(index, None)
 
+    @property
+    def _reports_at_once(self) -> bool:
+        """Whether the host reads faults at once; a GPU is not waited for."""
+        return self._peaks.device.type == "cpu"
+
     def _verify_peak(self, place: int) -> None:
-        """Raise if a value has left the grid; a GPU, which is not waited for, reports it later."""
-        if self._peaks.device.type == "cpu" and self._peaks[place]:
+        """Raise if a value has left the grid, where that is known."""
+        if self._reports_at_once and self._peaks[place]:
             self._read_peaks(self._peaks)
 
     def _read_peaks(self, peaks: Tensor) -> None:

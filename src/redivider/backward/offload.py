@@ -7,21 +7,25 @@ Copies run on a CUDA stream of their own (the side lane), beside the units:
     backward   main    B(3)    B(2)     B(1)     B(0)
                side    in(1)   in(0)                                 and back, one unit ahead
 
-The last NUM_LEAVING inputs stay on the device, too: the backward needs them first. Where copies are
-slower than units, a unit waits until all but that many have left, so that memory stays small.
+The inputs of the last NUM_LEAVING units stay on the device, too: the backward needs them first.
+Where copies are slower than units, a unit waits until all but that many have left, so that memory
+stays small.
 
 Memory of the side lane is reused by that lane alone, after a wait for all work of the main one.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor
 
+from redivider._torch_private import after_backward, backward_keeps_graph
 from redivider.backward.node import KeptInput
 from redivider.backward.overlap import MAIN, SIDE, CudaLanes, Lanes
+from redivider.errors import ChangedError
 from redivider.replay import Call
 from redivider.replay.call import GraphRun
 
@@ -32,17 +36,45 @@ class Waiting:
     """Inputs of one unit: on the host, on the device, or on their way.
 
     Args:
+        inputs: The inputs on the device.
         host: Copies on the host.
-        device: The inputs on the device.
         copied: Event after the copies.
         before: Inputs of the unit before.
     """
 
     def __init__(
-        self, host: list[Tensor], device: list[Tensor], copied: Any, before: "Waiting | None"
+        self,
+        inputs: Sequence[Tensor],
+        host: list[Tensor],
+        copied: Any,
+        before: "Waiting | None",
     ) -> None:
-        self.host, self.copied, self.before = host, copied, before
-        self.device: list[Tensor] | None = device
+        self.copied, self.before = copied, before
+        self.host: list[Tensor] | None = host
+        self.device: list[Tensor] | None = [tensor.detach() for tensor in inputs]
+        # The caller may write to the inputs as long as they are not copies.
+        self._versions = [tensor._version for tensor in self.device]
+
+    def verify_unchanged(self) -> None:
+        """Verify that inputs that never left are as they were."""
+        if self.device is None or not self._versions:
+            return
+        if [tensor._version for tensor in self.device] != self._versions:
+            raise ChangedError(
+                "its input changed between the forward and the backward, which runs it again"
+            )
+
+    def bring(self, device: torch.device) -> None:
+        """Copy the inputs to the device."""
+        if self.host is None:
+            raise RuntimeError(
+                "its input was released by a backward before; that one needs retain_graph=True"
+            )
+        self.device = [
+            torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
+            for tensor in self.host
+        ]
+        self._versions = []
 
 
 class Offload:
@@ -52,11 +84,20 @@ class Offload:
         device: Device of the units.
     """
 
+    # By device and CUDA stream: inputs of the last units of all chains, which are still there.
+    _leaving_by_stream: ClassVar[dict[Any, deque["ref[Waiting]"]]] = {}
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lanes = self._make_lanes()
-        self._leaving: deque[Waiting] = deque()
-        self._last: Waiting | None = None
+        self._leaving = self._get_leaving()
+        self._last: ref[Waiting] | None = None
+        self._ahead: Waiting | None = None  # in the backward: inputs that have come back too early
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Return whether a tensor can wait on the host."""
+        is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+        return is_plain and tensor.device == self._device
 
     def push(self, tensors: Sequence[Tensor]) -> Waiting:
         """Send the inputs of the next unit to the host."""
@@ -64,36 +105,46 @@ class Offload:
         lanes.wait(SIDE, lanes.mark(MAIN))
         with lanes.on(SIDE):
             host = [_copy_to_host(tensor) for tensor in tensors]
-        inputs = [tensor.detach() for tensor in tensors]
-        self._last = Waiting(host, inputs, lanes.mark(SIDE), self._last)
+        before = None if self._last is None else self._last()
+        waiting = Waiting(tensors, host, lanes.mark(SIDE), before)
+        self._last = ref(waiting)
         self._leaving.append(self._last)
-        if len(self._leaving) > NUM_LEAVING:
-            left = self._leaving.popleft()
-            lanes.wait(MAIN, left.copied)  # before its memory is used again
-            left.device = None
-        return self._last
+        while len(self._leaving) > NUM_LEAVING:
+            left = self._leaving.popleft()()
+            if left is not None and left.device is not None:
+                lanes.wait(MAIN, left.copied)  # before its memory is used again
+                left.device = None
+        return waiting
 
     def fetch(self, waiting: Waiting) -> list[Tensor]:
         """Return inputs on the device, and begin to bring back those of the unit before."""
-        self._leaving.clear()
+        waiting.verify_unchanged()
         if waiting.device is None:
             self._bring(waiting)
         self._lanes.wait(MAIN, waiting.copied)
-        device, waiting.device = waiting.device, None
-        if waiting.before is not None and waiting.before.device is None:
-            self._bring(waiting.before)
-        assert device is not None
-        return device
+        inputs, waiting.device = waiting.device, None
+        if not backward_keeps_graph():
+            waiting.host = None
+        before, self._ahead = waiting.before, None
+        if before is not None and before.device is None and before.host is not None:
+            self._bring(before)
+            self._ahead = before
+            after_backward(self._end)
+        assert inputs is not None
+        return inputs
 
     def _bring(self, waiting: Waiting) -> None:
         lanes = self._lanes
         lanes.wait(SIDE, lanes.mark(MAIN))
         with lanes.on(SIDE):
-            waiting.device = [
-                torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True)
-                for tensor in waiting.host
-            ]
+            waiting.bring(self._device)
         waiting.copied = lanes.mark(SIDE)
+
+    def _end(self) -> None:
+        """Release what was brought back in vain, as when only some gradients are needed."""
+        if self._ahead is not None:
+            self._ahead.device = None
+            self._ahead = None
 
     def make_kept(self, name: str, call: Call, *, with_graph: bool, num_inputs: int) -> KeptInput:
         """Return the state of a module whose first tensors are the inputs that leave."""
@@ -101,6 +152,12 @@ class Offload:
 
     def _make_lanes(self) -> Lanes:
         return CudaLanes(self._device)
+
+    def _get_leaving(self) -> deque["ref[Waiting]"]:
+        if self._device.type != "cuda":
+            return deque()
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        return self._leaving_by_stream.setdefault((self._device, stream), deque())
 
 
 class _KeptOnHost(KeptInput):
@@ -111,20 +168,29 @@ class _KeptOnHost(KeptInput):
     ) -> None:
         super().__init__(name, call, with_graph=with_graph)
         self._offload, self._num_inputs = offload, num_inputs
+        self._places: list[int] = []  # of the tensors that leave
         self._waiting: Waiting
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         outputs, saved = super().forward(tensors)
-        self._waiting = self._offload.push(saved[: self._num_inputs])
-        return outputs, saved[self._num_inputs :]
+        if any(tensor.requires_grad for tensor in tensors):  # else there is no backward
+            inputs = enumerate(saved[: self._num_inputs])
+            self._places = [place for place, tensor in inputs if self._offload.takes(tensor)]
+        if self._places:
+            self._waiting = self._offload.push([saved[place] for place in self._places])
+        left = set(self._places)
+        return outputs, [tensor for place, tensor in enumerate(saved) if place not in left]
 
     def prepare(
         self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool
     ) -> GraphRun | None:
         if not flows:
             return None
-        inputs = self._offload.fetch(self._waiting)
-        return super().prepare([*inputs, *saved], needs, flows=flows)
+        tensors = list(saved)
+        if self._places:
+            for place, tensor in zip(self._places, self._offload.fetch(self._waiting), strict=True):
+                tensors.insert(place, tensor)
+        return super().prepare(tensors, needs, flows=flows)
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:

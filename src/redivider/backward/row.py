@@ -178,7 +178,7 @@ class Row:
             return c, a
         faults, self._faults = torch.stack(self._faults), []
         self._mailbox.post(faults, self._read_faults)
-        return _poisoned(c, faults.any()), _poisoned(a, faults.any())
+        return poisoned(c, faults.any()), poisoned(a, faults.any())
 
     def _read_faults(self, faults: Tensor) -> None:
         if faults.any():  # the first two flags belong to the streams that entered
@@ -304,7 +304,7 @@ class _Poisoned(torch.autograd.Function):
         return (None if grad is None else grad.masked_fill(ctx.fault, torch.nan)), None
 
 
-def _poisoned(x: Tensor, fault: Tensor) -> Tensor:
+def poisoned(x: Tensor, fault: Tensor) -> Tensor:
     """Return `x` with a gradient that becomes NaN after a fault, rather than wrong."""
     result: Tensor = _Poisoned.apply(x, fault)  # type: ignore[no-untyped-call]
     return result

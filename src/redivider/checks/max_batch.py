@@ -6,12 +6,14 @@ tried many sizes is fragmented.
 """
 
 import gc
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
 import torch
@@ -81,8 +83,24 @@ def train_once(model: nn.Module, batch: Any) -> None:
     output = model(**batch) if isinstance(batch, dict) else model(*args)
     loss = getattr(output, "loss", None)
     if loss is None:
-        loss = torch.stack([t.float().sum() for t in tensors_of(output) if t.requires_grad]).sum()
+        parts = [tensor.float().sum() for tensor in tensors_of(output) if tensor.requires_grad]
+        if not parts:
+            raise ValueError("no output of the model has a gradient; is all of it frozen?")
+        loss = torch.stack(parts).sum()
     loss.backward()
+
+
+class _Limited(Live):  # type: ignore[no-untyped-call]
+    """Counter of live bytes, which raises beyond a limit."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def _remember(self, storage: torch.UntypedStorage, size: int) -> None:
+        super()._remember(storage, size)
+        if self.bytes > self._limit:
+            raise MemoryError(f"{self.bytes} bytes, more than {self._limit:.0f}")
 
 
 class _Trials:
@@ -106,17 +124,17 @@ class _Trials:
     def fits(self, size: int) -> bool:
         """Return whether training steps of a size fit."""
         try:
-            with Live() if self._device.type != "cuda" else torch.enable_grad() as live:
+            is_cuda = self._device.type == "cuda"
+            with torch.enable_grad() if is_cuda else _Limited(self._limit):
                 for _ in range(NUM_STEPS):
                     batch = map_tensors(lambda t: t.to(self._device), self._make_batch(size))
                     self._step(self._model, batch)
                     del batch
-            if isinstance(live, Live):
-                return bool(live.peak <= self._limit)
-            torch.cuda.synchronize(self._device)
+            if is_cuda:
+                torch.cuda.synchronize(self._device)
             return True
-        except RuntimeError as error:
-            if not is_short_of_memory(error):
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not is_short_of_memory(error):
                 raise
             return False
         finally:
@@ -128,8 +146,11 @@ class _Trials:
 
 def _search(trials: _Trials) -> int:
     """Double until a size does not fit, then bisect."""
-    good, bad = 0, 1
-    while bad <= MOST and trials.fits(bad):
+    try:
+        good, bad = (1, 2) if trials.fits(1) else (0, 1)
+    except Exception:  # batch norms need two samples
+        good, bad = (2, 4) if trials.fits(2) else (0, 1)
+    while good and bad <= MOST and trials.fits(bad):
         good, bad = bad, 2 * bad
     while bad <= MOST and bad - good > max(1, good // PRECISION):
         middle = (good + bad) // 2
@@ -145,36 +166,47 @@ def _in_process(run: Callable[..., int], job: Path, *args: Any) -> int:
     """Return the result of a function of trials, from a fresh process."""
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(theirs, run, job, *args), daemon=True)
+    process = context.Process(target=_child, args=(theirs, run, job, *args))
     process.start()
     theirs.close()
     try:
-        result = ours.recv()
+        kind, result = ours.recv()
     except EOFError:
         process.join()
         raise RuntimeError(
             f"a trial process ended with exit code {process.exitcode} before it had a result; call "
             'find_max_batch under if __name__ == "__main__": and see what it printed'
         ) from None
+    except BaseException:  # as by Ctrl-C
+        process.kill()
+        raise
     finally:
         ours.close()
         process.join()
-    if isinstance(result, Exception):
-        raise result
+    if kind != "size":
+        raise {"ValueError": ValueError}.get(kind, RuntimeError)(result)
     return int(result)
 
 
 def _child(pipe: Any, run: Callable[..., int], job: Path, *args: Any) -> None:
+    Thread(target=_end_with_parent, daemon=True).start()
     memory, headroom, *rest = args
+    result: tuple[str, Any]
     try:
-        result: Any = run(_Trials(job, memory, headroom), *rest)
+        result = "size", run(_Trials(job, memory, headroom), *rest)
+    except ValueError as error:
+        result = "ValueError", str(error)
     except Exception as error:
-        result = (
-            type(error)(str(error))
-            if isinstance(error, ValueError)
-            else RuntimeError(f"the training step failed: {type(error).__name__}: {error}")
-        )
+        result = "RuntimeError", f"the training step failed: {type(error).__name__}: {error}"
     pipe.send(result)
+
+
+def _end_with_parent() -> None:
+    """End this process if the caller's ends: it would hold the GPU for nobody."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @contextmanager

@@ -116,6 +116,8 @@ class _Rows:
         self._mailbox = Mailbox()
         self._row: LiftedRow | None = None  # while a forward pass is between two blocks
         self._x: Tensor | None = None  # its second stream
+        self.has_backward = True
+        """Whether the pass has a backward; without one, blocks run as they are."""
         self.compiled: dict[Any, Any] = {}
         """Compiled functions, which blocks share that differ in their weights only."""
 
@@ -129,9 +131,7 @@ class _Rows:
         return any(plain.wrapped.training for plain in self.plain)
 
     def needs_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether there will be a backward: without one, blocks run as they are."""
-        if not torch.is_grad_enabled():
-            return False
+        """Return whether the first block, or the weights of any, need a gradient."""
         parameters = (param for plain in self.plain for param in plain.parameters())
         return any(tensor.requires_grad for tensor in chain(parameters, tensors_of((args, kwargs))))
 
@@ -195,7 +195,9 @@ def _reversible_class(kind: Any) -> Any:
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         rows, index = getattr(self, PLACE)
-        is_training = rows.trains and rows.needs_grad(args, kwargs)
+        if index == 0:
+            rows.has_backward = rows.needs_grad(args, kwargs)
+        is_training = torch.is_grad_enabled() and rows.trains and rows.has_backward
         if rows.plain[index].wrapped is not self:  # a shallow copy, with weights of its own
             if is_training:
                 raise UnitError(

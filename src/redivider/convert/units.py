@@ -102,6 +102,12 @@ class Context(nn.Module):
         else:
             self.make_mask = masks.create_causal_mask
         self.rotary = getattr(base, "rotary_emb", None)
+        kinds_of_rope = str(getattr(self.rotary, "rope_type", ""))
+        if any(kind in kinds_of_rope for kind in ("dynamic", "longrope")):
+            raise ValueError(
+                f"RoPE of the type {kinds_of_rope} changes with the lengths that it has seen, so a "
+                "block that is run again would see other positions"
+            )
 
     def forward(self, x: Tensor, attention_mask: Tensor | None) -> dict[str, Any]:
         """Return the keywords of a block for the input x."""

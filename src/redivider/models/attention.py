@@ -43,7 +43,7 @@ def attend(
         dropout: Dropout rate of the attention weights.
         causal: Whether a token attends only to itself and to earlier tokens.
     """
-    group = q.shape[-3] // k.shape[-3]
+    group = q.shape[-3] // k.shape[-3] if q.dim() > 2 else 1
     if group > 1 and q.dtype not in _GROUPED:
         k, v = k.repeat_interleave(group, dim=-3), v.repeat_interleave(group, dim=-3)
         group = 1

@@ -1,6 +1,7 @@
 """Inputs that wait on the host: gradients of checkpointing, and no race between the lanes."""
 
 import copy
+from collections import deque
 
 import pytest
 import torch
@@ -96,20 +97,108 @@ def test_no_lane_reads_too_early_or_takes_memory_that_the_other_one_uses(made, m
     assert set(lanes.where.values()) == {MAIN, SIDE}
 
 
+def all_waiting(offload):
+    """Return the inputs of all units, the last unit first."""
+    waiting, found = offload._last(), []
+    while waiting is not None:
+        found.append(waiting)
+        waiting = waiting.before
+    return found
+
+
 def test_only_the_last_inputs_stay_on_the_device(made):
     chain = network(8)
     loss = weigh(chain(inputs()))
-    waiting, held = made[0]._last, []
-    while waiting is not None:
-        held.append(waiting.device is not None)
-        waiting = waiting.before
-    assert len(held) == len(chain)
-    assert held == [True] * NUM_LEAVING + [False] * (len(chain) - NUM_LEAVING)
+    waiting = all_waiting(made[0])
+    assert [w.device is not None for w in waiting] == [
+        index < NUM_LEAVING for index in range(len(chain))
+    ]
+    assert all(w.host is not None for w in waiting)
+    loss.backward()  # and then nothing is held, though the loss lives
+    assert all(w.device is None and w.host is None for w in waiting)
+
+
+def test_units_without_a_backward_send_nothing(made):
+    chain = network(4)
+    chain[:5].requires_grad_(False)
+    x = inputs().detach()
+    loss = weigh(chain(x))
+    assert len(all_waiting(made[0])) == len(chain) - 6  # nor does Duplicate, after those
     loss.backward()
-    waiting = made[0]._last
-    while waiting is not None:
-        assert waiting.device is None
-        waiting = waiting.before
+    assert all(param.grad is not None for param in chain[5:].parameters())
+
+
+def test_what_was_brought_back_in_vain_is_released(made):
+    chain = network(4)
+    loss = weigh(chain(inputs()))
+    torch.autograd.grad(loss, [*chain[-1].parameters()])
+    waiting = all_waiting(made[0])
+    assert all(w.device is None for w in waiting[NUM_LEAVING:])
+
+
+def test_several_chains_share_the_place_on_the_device(made, monkeypatch):
+    shared: deque = deque()
+    monkeypatch.setattr(Offload, "_get_leaving", lambda self: shared)
+    chains = [rd.Chain([nn.Linear(6, 6)], backward="offload").double() for _ in range(5)]
+    x = inputs()
+    other = copy.deepcopy(chains)
+    for chain in chains:
+        x = chain(x)
+    on_device = [w.device is not None for offload in made for w in all_waiting(offload)]
+    assert sum(on_device) == NUM_LEAVING
+    weigh(x).backward()
+    y = inputs()
+    for chain in other:
+        chain.backward = "checkpoint"
+        y = chain(y)
+    weigh(y).backward()
+    for one, two in zip(chains, other, strict=True):
+        assert equal([gradients(one)], [gradients(two)])
+
+
+def test_an_input_that_changed_is_noticed(made):
+    chain, x = rd.Chain([nn.Linear(4, 4)], backward="offload"), torch.randn(3, 4)
+    loss = chain(x).sum()
+    x.mul_(2)
+    with pytest.raises(rd.ChangedError, match="its input changed"):
+        loss.backward()
+
+
+class Marked(torch.Tensor):
+    """A tensor that is more than its numbers."""
+
+
+@pytest.mark.usefixtures("made")
+def test_other_tensors_stay_where_they_are():
+    offload = Offload(torch.device("cpu"))
+    assert offload.takes(torch.zeros(2))
+    others = torch.zeros(2, device="meta"), torch.zeros(2).as_subclass(Marked)
+    assert not any(offload.takes(tensor) for tensor in (*others, torch.eye(2).to_sparse()))
+
+
+class Both(nn.Module):
+    """A unit of two inputs, one of which stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair):
+        x, places = pair
+        return torch.tanh(self.linear(x)) + places, places
+
+
+def test_some_inputs_of_a_unit_stay(made, monkeypatch):
+    monkeypatch.setattr(Offload, "takes", lambda self, tensor: tensor.dim() == 2)
+    torch.manual_seed(0)
+    chain = rd.Chain([Both() for _ in range(4)], backward="offload")
+    other = copy.deepcopy(chain)
+    other.backward = "store"
+    for net in (chain, other):
+        pair = torch.ones(3, 4), torch.arange(4.0)
+        net(pair)[0].sum().backward()
+    assert all(len(w.host or w.device or ()) <= 1 for w in all_waiting(made[0]))
+    assert equal([gradients(chain)], [gradients(other)])
 
 
 def test_inputs_come_back_one_unit_ahead(made, monkeypatch):

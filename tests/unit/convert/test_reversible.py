@@ -15,6 +15,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import redivider as rd
+from redivider.backward.lifted import LiftedRow
+from redivider.backward.mailbox import Mailbox
 from redivider.checks.memory import Live
 from redivider.convert import reversible
 
@@ -568,3 +570,34 @@ def test_a_block_that_changes_its_input_is_refused():
     rd.make_reversible(model)
     with pytest.raises(rd.UnitError, match=r"layers\.0: f writes into its own input"):
         model(inputs())
+
+
+def test_where_faults_are_reported_late_loss_and_gradients_are_nan(monkeypatch):
+    """As on a GPU."""
+    posted = []
+    monkeypatch.setattr(LiftedRow, "_reports_at_once", False)
+    monkeypatch.setattr(Mailbox, "post", lambda self, value, read: posted.append((value, read)))
+    model = rd.make_reversible(network(returns_tuple=True))
+    with torch.no_grad():
+        model.layers[1].second.bias.fill_(5000)
+    output = model(inputs())
+    assert output.isnan().all()
+    output.sum().backward()  # a loss whose gradient does not depend on its value
+    assert all(p.grad.isnan().any() for p in model.layers[0].parameters())
+    assert all(p.grad.isnan().any() for p in model.stem.parameters())
+    (peaks, read), *others = posted
+    assert not others
+    with pytest.raises(OverflowError, match=r"layers\.1: values of 5"):
+        read(peaks)
+
+
+def test_a_gradient_that_begins_after_the_first_block():
+    """Nothing before it is to be rebuilt, so the pass is plain."""
+    model, plain = rd.make_reversible(network(dropout=0.0), 1), network(dropout=0.0)
+    prompt = torch.ones(WIDTH, requires_grad=True)
+    grads: list[torch.Tensor] = []
+    for net in (model, plain):
+        net.requires_grad_(False)
+        net.layers[2].register_forward_pre_hook(lambda _, args: (args[0] + prompt,))
+        grads += torch.autograd.grad(weigh(net(inputs())), prompt)
+    assert torch.equal(*grads)
