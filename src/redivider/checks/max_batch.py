@@ -139,8 +139,8 @@ class _Trials:
             return False
         finally:
             self._model.zero_grad()
-            gc.collect()
             if self._device.type == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
 
 
