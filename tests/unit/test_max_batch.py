@@ -40,7 +40,7 @@ def weights(model):
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("size", [1, 5, 37])
+@pytest.mark.parametrize("size", [1, 5, pytest.param(37, marks=pytest.mark.slow)])
 def test_one_more_does_not_fit(size):
     model = support.make_model()
     enough = weights(model) + peak(model, size)
@@ -48,6 +48,7 @@ def test_one_more_does_not_fit(size):
     assert rd.find_max_batch(model, support.make_batch, memory=enough - 1, headroom=0) == size - 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 def test_strategies_that_hold_less_fit_more():
     memory = 40 * SAMPLE * support.DEPTH
@@ -71,12 +72,14 @@ def test_the_caller_sees_nothing():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 def test_a_function_that_makes_the_model_keywords_and_outputs_in_a_dict():
     size = rd.find_max_batch(support.Keyword, support.make_keywords, memory=2**22)
     assert size > 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 def test_the_state_of_an_optimizer_counts():
     model = support.make_model()

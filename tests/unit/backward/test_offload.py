@@ -82,7 +82,9 @@ def test_gradients_are_those_of_checkpointing(made, depth, options):
     assert len(made) == 4
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    "depth", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6))]
+)
 def test_no_lane_reads_too_early_or_takes_memory_that_the_other_one_uses(made, monkeypatch, depth):
     lanes = Recorded()
     monkeypatch.setattr(Offload, "_make_lanes", lambda self: lanes)

@@ -34,7 +34,7 @@ def test_every_family(name, options, arithmetic):
         assert torch.equal(program(x), model(x))
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arithmetic", ["float", "fixed"])
 def test_keywords_and_a_dynamic_batch(arithmetic, strict):
     class Scaled(nn.Module):
