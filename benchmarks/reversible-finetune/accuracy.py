@@ -90,15 +90,14 @@ def gpt(args: argparse.Namespace) -> Task:
         with torch.autocast(args.device, torch.bfloat16, enabled=args.device == "cuda"):
             return float(torch.stack([loss(model, *pair) for pair in held_out]).mean())
 
-    num = 4 if args.quick else 1
     return Task(
         make_model,
         windows(old, context, batch),
         windows(new, context, batch),
         evaluate,
         loss,
-        num * 4 if args.quick else 20_000_000 // (context * batch),
-        num * 2 if args.quick else args.steps or 300,
+        16 if args.quick else 20_000_000 // (context * batch),
+        8 if args.quick else args.steps or 300,
         1e-4,
     )
 

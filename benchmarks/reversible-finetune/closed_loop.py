@@ -27,8 +27,8 @@ class ClosedLoop:
         self.bits = bits
         self.y: Tensor | None = None
 
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the codes of the next input, its scales, and what is known of it."""
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes of the next input and its scales."""
         known = torch.zeros_like(x, dtype=torch.float32) if self.y is None else self.y
         distance = x.detach().float() - known
         spread = distance.flatten(1).square().mean(1).sqrt().clamp(min=1e-20)
@@ -36,7 +36,7 @@ class ClosedLoop:
         levels = 2**self.bits
         code = (distance / scale + levels / 2).floor().clamp(0, levels - 1)
         self.y = known + scale * (code + (1 - levels) / 2)
-        return pack(code.to(torch.uint8), self.bits), scale, self.y
+        return pack(code.to(torch.uint8), self.bits), scale
 
     def decode(self, y: Tensor, code: Tensor, scale: Tensor) -> Tensor:
         """Return what was known before an input was encoded."""
@@ -49,16 +49,13 @@ class _Run(torch.autograd.Function):
     """A block that is run again at what is known of its input."""
 
     @staticmethod
-    def forward(
-        ctx: Any, loop: ClosedLoop, block: nn.Module, is_first: bool, is_last: bool, x: Tensor
-    ) -> Tensor:
-        ctx.loop, ctx.block, ctx.dtype = loop, block, x.dtype
-        ctx.is_first, ctx.is_last = is_first, is_last
+    def forward(ctx: Any, loop: ClosedLoop, block: nn.Module, is_first: bool, x: Tensor) -> Tensor:
+        ctx.loop, ctx.block, ctx.dtype, ctx.is_first = loop, block, x.dtype, is_first
         if is_first:  # kept as it is, as the lift does
             loop.y = x.detach().float()
             code = scale = x.new_empty(0)
         else:
-            code, scale, _ = loop.encode(x)
+            code, scale = loop.encode(x)
         ctx.save_for_backward(code, scale)
         ctx.random = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else None
         ctx.autocast = torch.is_autocast_enabled(x.device.type)
@@ -83,29 +80,27 @@ class _Run(torch.autograd.Function):
             output.backward(grad)
         if not ctx.is_first:
             loop.y = loop.decode(known, code, scale)
-        return None, None, None, None, x.grad
+        return None, None, None, x.grad
 
 
 class LoopedBlock(nn.Module):
     """A block in its place of a closed loop."""
 
-    def __init__(self, block: nn.Module, index: int, num: int, state: dict[str, Any]) -> None:
+    def __init__(self, block: nn.Module, index: int, state: dict[str, Any]) -> None:
         super().__init__()
-        self.block, self.index, self.num = block, index, num
-        self._state = state
+        self.block, self.index, self._state = block, index, state
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return self.block(x, *args, **kwargs)
         if self.index == 0:
             self._state["loop"] = ClosedLoop(self._state["bits"])
-        is_first, is_last = self.index == 0, self.index == self.num - 1
         run: Any = _Run.apply
-        return run(self._state["loop"], self.block, is_first, is_last, x)
+        return run(self._state["loop"], self.block, self.index == 0, x)
 
 
 def close_loop(blocks: nn.ModuleList, bits: int) -> None:
     """Train a list of blocks by compressed checkpoints, in place; for blocks of one argument."""
     state: dict[str, Any] = {"bits": bits}
     for index, block in enumerate(list(blocks)):
-        blocks[index] = LoopedBlock(block, index, len(blocks), state)
+        blocks[index] = LoopedBlock(block, index, state)
