@@ -134,6 +134,7 @@ def _transformers() -> Iterator[Claim]:
         "petra-4x32-8-stages": {**smallest, **careful},
         "petra-4x32-8-stages-plain": smallest,
         **_muon_runs({"lr": 1e-3, "muon_rest_lr": 2.5e-4}, 8, 16),
+        **_muon_runs({"lr": 1e-3, "muon_rest_lr": 2.5e-4}, 4, 32),
     }
     yield Claim(
         "vit",

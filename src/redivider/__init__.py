@@ -15,7 +15,7 @@ if _TYPE_CHECKING:
     from redivider.checks.memory import check_memory as check_memory
     from redivider.checks.memory import measure_memory as measure_memory
     from redivider.checks.reversibility import check_reversible as check_reversible
-    from redivider.convert.lifted import Lift as Lift
+    from redivider.convert.compressed import Compressed as Compressed
     from redivider.convert.reversible import make_plain as make_plain
     from redivider.convert.reversible import make_reversible as make_reversible
     from redivider.convert.units import units_from as units_from
@@ -43,6 +43,7 @@ _HOMES = {
     "Chain": "chain",
     "ChangedError": "errors",
     "ChunkedCrossEntropy": "models.cross_entropy",
+    "Compressed": "convert.compressed",
     "Coupling": "coupling",
     "DriftWarning": "backward.drift",
     "DistributedPipeline": "pipeline.distributed",
@@ -50,7 +51,6 @@ _HOMES = {
     "Fixed": "arithmetic",
     "Float": "arithmetic",
     "Fuse": "junction",
-    "Lift": "convert.lifted",
     "Muon": "optim.muon",
     "Pipeline": "pipeline.pipeline",
     "PipelineError": "errors",

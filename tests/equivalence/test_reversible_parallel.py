@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.lifted import follow
+from support.compressed import follow
 from support.networks import MLP
 from support.oracle import weigh, worst_error
 from support.processes.launch import launch

@@ -60,7 +60,7 @@ def test_the_best_recipes_are_runs_of_claims():
     """Their results are those of docs/reproduction.md."""
     for recipe, claim, name in [
         ("revnet18-cifar10-best", "muon", "petra-64x2-muon-latency-0.5-lr-0.05"),
-        ("rev_vit_small-cifar10-best", "vit", "petra-8x16-8-stages-muon-latency-0.5"),
+        ("rev_vit_small-cifar10-best", "vit", "petra-4x32-8-stages-muon-latency-0.5"),
         ("rev_gpt_small-text-best", "gpt", "petra-1x32-8-stages-muon-latency-0.5"),
     ]:
         run = next(run for run in get_claim(claim).runs if run.name == name)

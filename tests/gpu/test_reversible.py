@@ -1,10 +1,10 @@
-"""Reversible models on a GPU: exact in half precision, captured, compiled; late faults."""
+"""Reversible models on a GPU: in half precision, captured, compiled."""
 
 from typing import Any
 
 import pytest
 import torch
-from support.lifted import Watched, follow
+from support.compressed import Watched
 from support.networks import MLP
 from support.oracle import gradients, weigh, worst_error
 from torch import nn
@@ -49,22 +49,26 @@ def train(model, dtype=torch.float32):
 
 @pytest.fixture
 def watched(monkeypatch):
-    monkeypatch.setattr(reversible, "LiftedRow", Watched)
+    monkeypatch.setattr(reversible, "Tape", Watched)
     monkeypatch.setattr(Watched, "num_compared", 0)
     return Watched
 
 
-@pytest.mark.parametrize("bits", [1, 3, 8])
-def test_gradients_are_those_of_the_recurrence(bits):
-    model, reference = rd.make_reversible(network(), bits), network()
-    follow(reference[1], bits)
-    assert worst_error(train(model), train(reference)) <= 1e-4
+@pytest.mark.parametrize("bits, most", [(1, 0.8), (3, 0.2), (8, 0.01)])
+def test_outputs_are_the_plain_ones_and_gradients_close(bits, most):
+    model, plain = rd.make_reversible(network(), bits), network()
+    outputs = []
+    for net in (model, plain):
+        torch.manual_seed(5)
+        outputs.append(net(inputs()))
+    assert torch.equal(*outputs)
+    assert worst_error(train(model), train(plain)) <= most
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_recovered_streams_are_exact(dtype, watched):
+def test_the_tape_is_walked_back(dtype, watched):
     train(rd.make_reversible(network(64, dtype), 2), dtype)
-    assert watched.num_compared == 2 * 63
+    assert watched.num_compared == 44
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -80,7 +84,7 @@ def test_autocast_with_a_scaler(dtype, watched):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-    assert watched.num_compared == 3 * 6
+    assert watched.num_compared == 3 * 4
     pairs = zip(before, model.parameters(), strict=True)
     assert not any(torch.equal(old, new) for old, new in pairs)
 
@@ -101,7 +105,7 @@ def test_a_captured_step_is_an_eager_one():
     eager = step(other, inputs())
     captured, eager = captured.detach(), eager.detach()
     assert captured.isfinite() and eager.isfinite()
-    assert float((captured - eager).abs()) <= 0.1 * float(eager)  # other signs and dropout masks
+    assert float((captured - eager).abs()) <= 0.1 * float(eager)  # other dropout masks
 
 
 def test_compiled_blocks(watched):
@@ -112,16 +116,5 @@ def test_compiled_blocks(watched):
     for block in model[1]:
         block.compile()
     train(model)
-    assert watched.num_compared == 6
+    assert watched.num_compared == 4
     assert torch.allclose(model.eval()(inputs()), plain.eval()(inputs()), rtol=1e-4, atol=1e-5)
-
-
-def test_values_beyond_the_grid_are_reported_by_the_next_step():
-    model = rd.make_reversible(network(), 2)
-    with torch.no_grad():
-        model[1][2].mlp[-1].bias.fill_(5000)
-    loss = weigh(model(inputs()))
-    assert loss.isnan()
-    torch.cuda.synchronize()
-    with pytest.raises(OverflowError, match=r"1\.2: values of .*grid=16\)"):
-        model(inputs())

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.lifted import follow
+from support.compressed import follow
 
 import redivider as rd
 
@@ -23,6 +23,7 @@ def make():
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=50,
+        use_cache=False,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,

@@ -49,7 +49,7 @@ def test_the_core_imports_nothing_but_torch():
     optional = {
         ("train/progress.py", "tqdm"),
         ("train/plots.py", "matplotlib"),
-        ("backward/lift_kernels.py", "triton"),  # comes with torch where there are GPUs for it
+        ("backward/quantizer_kernels.py", "triton"),  # comes with torch where there are GPUs for it
     }
     files = sorted(package.rglob("*.py"))
     assert len(files) > 100

@@ -1,52 +1,47 @@
 """A network made reversible in place: the same network in evaluation, little memory in training.
 
 Every block gets a subclass of its own class, with the same name. Its forward is the block's own one
-in evaluation and without gradients. In training it hands the block to a row (backward/lifted.py),
-which keeps a few bits per value instead of activations. Parameters, buffers, hooks and the keys of
-`state_dict` stay as they are.
+in evaluation and without gradients. In training the block's input goes to a tape (backward/tape.py)
+of a few bits a value, and the backward walks the tape back. Parameters, buffers, hooks and the keys
+of `state_dict` stay as they are.
 """
 
 from collections.abc import Callable
 from functools import cache, wraps
 from inspect import signature
-from itertools import chain
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from redivider._torch_private import compiled_call, remove_forward_pre_hook
-from redivider.arithmetic import Fixed
-from redivider.backward.lifted import LiftedRow
-from redivider.backward.mailbox import Mailbox
+from redivider.backward.quantizer import MAX_BITS
+from redivider.backward.tape import Tape, keep_on_tape
 from redivider.compile import compile_units
 from redivider.convert.blocks import find_blocks
 from redivider.errors import UnitError, naming
-from redivider.lift import MAX_BITS
 from redivider.tree import tensors_of
 
 Model = TypeVar("Model", bound=nn.Module)
-PLACE = "_redivider_place"  # attribute of a block: its rows, and its index in them
+PLACE = "_redivider_place"  # attribute of a block: its row, and its index there
 ENABLE = "gradient_checkpointing_enable"
 
 
-def make_reversible(
-    model: Model, bits: int = 2, blocks: str | None = None, *, grid: int = 20
-) -> Model:
-    """Train the blocks of a network reversibly, and leave the network as it is; return it.
+def make_reversible(model: Model, bits: int = 2, blocks: str | None = None) -> Model:
+    """Train the blocks of a network in little memory, and leave the network as it is; return it.
 
         model = rd.make_reversible(AutoModelForCausalLM.from_pretrained("gpt2"))
 
-    In `train()` and with gradients, a block keeps `bits` bits of every value, where checkpointing
-    keeps 16 or 32, and is evaluated slightly off its input: by 2^-bits of about one residual, in a
-    random direction. In `eval()`, and under `torch.no_grad()`, it is the original network.
-    `rd.make_plain` undoes it.
+    In `train()` and with gradients, a block keeps `bits` bits of every value of its input, where
+    checkpointing keeps 16 or 32, and the backward runs it again. Outputs are those of the original
+    network, bit for bit. Gradients are approximate: a block is run again a little off its input, by
+    about the error of rounding a residual to `bits` bits. `rd.make_plain` undoes it.
 
     Args:
-        model: A network with a list of blocks that keep the shape of their input.
+        model: A network with a list of blocks, whose first argument is the stream.
         bits: Bits that are kept of every value and block, from 1 to 8. More disturb gradients less.
         blocks: Name of the list, such as "encoder.layers"; not needed if there is only one.
-        grid: Streams are whole multiples of 2^-grid, and must stay below 2^(31 - grid).
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= MAX_BITS:
         raise ValueError(f"bits must be a whole number from 1 to {MAX_BITS}, got {bits!r}")
@@ -69,9 +64,9 @@ def make_reversible(
     if len(set(members)) < len(members):
         raise ValueError(f"{name} has a block twice, and a block can have one place in a row")
     names = [f"{name}.{index}" for index in range(len(members))]
-    rows = _Rows(names, [_Plain(block) for block in members], bits, Fixed(grid))
+    row = _Row(names, [_Plain(block) for block in members], bits)
     for index, block in enumerate(members):
-        setattr(block, PLACE, (rows, index))
+        setattr(block, PLACE, (row, index))
         kind: Any = type(block)
         block.__class__ = _reversible_class(kind)
     remove_forward_pre_hook(model, _switch_cache_off)  # of a call for another list
@@ -100,64 +95,66 @@ def make_plain(model: Model) -> Model:
     return model
 
 
-class _Rows:
-    """Rows of a list of blocks: one for every forward pass.
+class _Row:
+    """A list of blocks, and the tape of the forward pass that is under way.
 
     Args:
         names: Names of the blocks.
         plain: The blocks, as modules that run by the original forward.
         bits: Bits that a block keeps of every value.
-        grid: Grid of the streams.
     """
 
-    def __init__(self, names: list[str], plain: list["_Plain"], bits: int, grid: Fixed) -> None:
+    def __init__(self, names: list[str], plain: list["_Plain"], bits: int) -> None:
         self.plain = plain
-        self._names, self._bits, self._grid = names, bits, grid
-        self._mailbox = Mailbox()
-        self._row: LiftedRow | None = None  # while a forward pass is between two blocks
-        self._x: Tensor | None = None  # its second stream
-        self.has_backward = True
-        """Whether the pass has a backward; without one, blocks run as they are."""
+        self._names, self._bits = names, bits
+        self._tapes: list[ref[Tape]] = []  # which graphs hold
+        self._last = -1  # index of the block that ran last
+        self._num_repeats = 0  # of its calls in a row
         self.compiled: dict[Any, Any] = {}
         """Compiled functions, which blocks share that differ in their weights only."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles are without a pass that is under way, and without compiled functions.
-        return {**vars(self), "_row": None, "_x": None, "compiled": {}}
+        return {**vars(self), "_tapes": [], "compiled": {}}
 
     @property
     def trains(self) -> bool:
         """Whether a block is in training mode; the others may be frozen in evaluation mode."""
         return any(plain.wrapped.training for plain in self.plain)
 
-    def needs_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the first block, or the weights of any, need a gradient."""
-        parameters = (param for plain in self.plain for param in plain.parameters())
-        return any(tensor.requires_grad for tensor in chain(parameters, tensors_of((args, kwargs))))
-
-    # A compiler cannot trace autograd nodes and rows.
+    # A compiler cannot trace autograd nodes and tapes.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block as a part of its row."""
-        if index == 0:
-            self._mailbox.poll()
-            self._row = LiftedRow(self._names, self._bits, self._grid, self._mailbox)
-            self._x = None
-        row, x, plain = self._row, self._x, self.plain[index]
-        self._row = self._x = None  # a pass that fails here is over
+        """Run a block whose input is kept on the tape."""
+        plain = self.plain[index]
         with naming(self._names[index]):
-            if row is None or row.next != index:
-                raise UnitError(
-                    "blocks must run in their order, and once; a model that skips blocks, as by "
-                    "layer drop, cannot be trained reversibly"
-                )
             if getattr(plain.wrapped, "gradient_checkpointing", False):
                 _refuse_checkpointing()
-            u, args, kwargs = plain.split_stream(args, kwargs)
-            result, x = row.run(plain, u, x, *_without_cache(args, kwargs))
-        if not row.is_complete:  # else the graph holds what it needs
-            self._row, self._x = row, x
-        return result
+            x, args, kwargs = plain.split_stream(*_without_cache(args, kwargs))
+            if not any(
+                t.requires_grad for t in (*plain.parameters(), *tensors_of((x, args, kwargs)))
+            ):
+                return plain(x, *args, **kwargs)
+            tape = self._tape_for(index, x)
+            return keep_on_tape(tape, self._names[index], plain, (x, *args), kwargs)
+
+    def _tape_for(self, index: int, x: Tensor) -> Tape:
+        """Return the tape of this forward pass; a new one at its first block.
+
+        A pass may call every block several times in a row, for streams of their own. The first
+        calls of all blocks share a tape, so do the second ones.
+        """
+        if index < self._last or all(tape() is None for tape in self._tapes):
+            self._tapes, self._num_repeats = [], 0
+        else:
+            self._num_repeats = self._num_repeats + 1 if index == self._last else 0
+        self._last = index
+        place = slice(self._num_repeats, self._num_repeats + 1)
+        tape = next((tape() for tape in self._tapes[place]), None)
+        if tape is None or not tape.takes(x):
+            tape = Tape(self._bits, x)
+            self._tapes[place] = [ref(tape)]
+        return tape
 
 
 class _Plain(nn.Module):
@@ -180,9 +177,14 @@ class _Plain(nn.Module):
     ) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
         """Split the stream, which is the first argument, from the others."""
         if args:
-            return args[0], args[1:], kwargs
-        first = list(signature(self._forward).parameters)[1]
-        return kwargs[first], (), {key: value for key, value in kwargs.items() if key != first}
+            x, args = args[0], args[1:]
+        else:
+            first = list(signature(self._forward).parameters)[1]
+            x, kwargs = kwargs[first], {k: v for k, v in kwargs.items() if k != first}
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise UnitError(f"the first argument of a block must be a tensor of reals, got {kind}")
+        return x, args, kwargs
 
 
 _ORIGINAL: dict[type, Any] = {}  # by the class that has taken its place
@@ -194,11 +196,9 @@ def _reversible_class(kind: Any) -> Any:
 
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        rows, index = getattr(self, PLACE)
-        if index == 0:
-            rows.has_backward = rows.needs_grad(args, kwargs)
-        is_training = torch.is_grad_enabled() and rows.trains and rows.has_backward
-        if rows.plain[index].wrapped is not self:  # a shallow copy, with weights of its own
+        row, index = getattr(self, PLACE)
+        is_training = torch.is_grad_enabled() and row.trains
+        if row.plain[index].wrapped is not self:  # a shallow copy, with weights of its own
             if is_training:
                 raise UnitError(
                     "nn.DataParallel and other shallow copies cannot train a reversible model; "
@@ -206,13 +206,13 @@ def _reversible_class(kind: Any) -> Any:
                 )
             return kind.forward(self, *args, **kwargs)
         if is_training:
-            return rows.run(index, args, kwargs)
-        return rows.plain[index](*args, **kwargs)
+            return row.run(index, args, kwargs)
+        return row.plain[index](*args, **kwargs)
 
     def compile(self: nn.Module, **options: Any) -> None:
-        """Compile what the block computes; its row is not compiled."""
-        rows, index = getattr(self, PLACE)
-        compile_units([rows.plain[index]], shared=rows.compiled, **options)
+        """Compile what the block computes; what keeps its input is not compiled."""
+        row, index = getattr(self, PLACE)
+        compile_units([row.plain[index]], shared=row.compiled, **options)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         """Copy and pickle by the block's own class, since this one has no name of its own."""

@@ -1,0 +1,161 @@
+"""The largest batch and the longest context of a Llama of 1B size on one GPU, by method.
+
+    python benchmarks/reversible-finetune/llama.py --out llama.jsonl
+
+Llama 3.2 1B of transformers with random weights in bf16, and a head in chunks. Peaks of three small
+steps are extrapolated; the batch is confirmed by a step, the context where `--confirm` asks for it.
+"""
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import redivider as rd
+
+METHODS = ("store", "checkpoint", "offload", "reversible")
+SIZE = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
+SMALL = {
+    **SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+}
+
+
+def make_step(method: str, device: str, size: dict[str, Any]) -> Callable[[Tensor], None]:
+    """Return a function that runs forward and backward of the model on tokens."""
+    config = transformers.LlamaConfig(**size, max_position_embeddings=2**20)
+    with torch.device(device):
+        model: Any = transformers.LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model.to(torch.bfloat16 if device == "cuda" else torch.float32).train()
+    head = rd.ChunkedCrossEntropy(model.lm_head)
+    body: Any = model.model
+    if method == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif method == "offload":
+        body = rd.Chain(rd.units_from(model)[:-1], backward="offload")
+    elif method == "reversible":
+        rd.make_reversible(model)
+
+    def step(tokens: Tensor) -> None:
+        hidden = body(tokens[:, :-1])
+        loss = head(getattr(hidden, "last_hidden_state", hidden), tokens[:, 1:])
+        loss.backward()
+
+    return step
+
+
+class Trials:
+    """Steps of one method, with their peaks and times."""
+
+    def __init__(self, method: str, args: argparse.Namespace) -> None:
+        self._device = args.device
+        self._step = make_step(method, args.device, SMALL if args.quick else SIZE)
+        self._num_tokens = 256 if args.quick else SIZE["vocab_size"]
+        self.limit = 0
+        if args.device == "cuda":
+            free, _ = torch.cuda.mem_get_info()
+            self.limit = int(0.97 * (free + torch.cuda.memory_reserved()))
+
+    def run(self, batch: int, context: int) -> dict[str, float] | None:
+        """Run a step; return its peak and the tokens per second, or None if it does not fit."""
+        generator = torch.Generator().manual_seed(batch * context)
+        tokens = torch.randint(self._num_tokens, (batch, context + 1), generator=generator)
+        tokens = tokens.to(self._device)
+        if self._device == "cpu":
+            self._step(tokens)
+            return {"peak": float(batch * context), "tokens/s": 0.0}
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        try:
+            self._step(tokens)
+            torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            return None
+        seconds = time.perf_counter() - began
+        peak = torch.cuda.max_memory_allocated()
+        return {"peak": peak / 2**20, "tokens/s": batch * context / seconds}
+
+
+def extrapolate(limit: float, cells: dict[int, dict[str, float]]) -> int:
+    """Return the size whose peak is the limit, on the line through the two largest sizes."""
+    (a, first), (b, second) = sorted(cells.items())[-2:]
+    slope = (second["peak"] - first["peak"]) / (b - a)
+    return int(b + (limit - second["peak"]) / slope)
+
+
+def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the largest batch and the longest context of a method."""
+    trials = Trials(method, args)
+    limit = trials.limit / 2**20 or 4096.0
+    trials.run(1, args.contexts[0])  # warm up
+    row: dict[str, Any] = {"method": method, "limit": limit}
+    cells = {batch: trials.run(batch, args.context) for batch in args.batches}
+    row["batches"] = fits = {size: cell for size, cell in cells.items() if cell is not None}
+    batch = extrapolate(limit, fits)
+    while batch and (best := trials.run(batch, args.context)) is None:
+        batch -= max(1, batch // 50)
+    row["largest"] = {"batch": batch, **(best or {})}
+    print(json.dumps(row), flush=True)
+    cells = {context: trials.run(1, context) for context in args.contexts}
+    row["contexts"] = fits = {size: cell for size, cell in cells.items() if cell is not None}
+    context = extrapolate(limit, fits) // 1024 * 1024
+    row["longest"] = {"context": context, "is_confirmed": False}
+    while method in args.confirm and not row["longest"]["is_confirmed"]:
+        result = trials.run(1, context)
+        row["longest"] = {"context": context, "is_confirmed": result is not None, **(result or {})}
+        context -= context // 50
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def write(method: str, args: argparse.Namespace) -> None:
+    """Measure a method, and write a line."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    row = measure(method, args)
+    if args.out is not None:
+        with args.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    """Measure every method in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--confirm", nargs="*", default=["store"])
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    for method in args.methods:
+        process = multiprocessing.get_context("spawn").Process(target=write, args=(method, args))
+        process.start()
+        process.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The quantizer as Triton kernels: one program a row, which reads and writes its values once."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from redivider.backward.quantizer import PER_BYTE, STEPS
+
+MAX_INT32 = 2**31 - 2**20  # indices beyond need 64 bits, which are slow
+WIDE_ROW = 1024  # bytes of a bit of a row, from which on a program takes more warps
+
+
+def encode_rows(x: Tensor, y: Tensor, length: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Move the rows of `y` towards those of `x`; return packed codes and steps."""
+    num = y.numel() // length
+    size = triton.cdiv(length, PER_BYTE)
+    packed = torch.empty(num, bits, size, dtype=torch.uint8, device=y.device)
+    steps = torch.empty(num, dtype=torch.float32, device=y.device)
+    _run(_encode, num, x, y, packed, steps, length, size, STEP=STEPS[bits], BITS=bits)
+    return packed, steps
+
+
+def move_rows(y: Tensor, packed: Tensor, steps: Tensor, length: int, sign: int) -> None:
+    """Add coded differences to the rows of `y`, or subtract them if the sign is -1."""
+    num, bits, size = packed.shape
+    _run(_move, num, y, packed, steps, length, size, SIGN=sign, BITS=bits)
+
+
+def _run(kernel: Any, num: int, *args: Any, **options: Any) -> None:
+    """Run a kernel, one program for each row."""
+    first, size = args[0], args[-1]
+    if first.numel():
+        block = triton.next_power_of_2(size)
+        options |= {"WIDE": first.numel() >= MAX_INT32, "BLOCK": block}
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+            kernel[(num,)](*args, **options, num_warps=8 if block >= WIDE_ROW else 4)
+
+
+# Triton compiles the functions below; their types are its own.
+
+
+@triton.jit
+def _places(length, size, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the program's row, places of bytes and values in it, and masks of both."""
+    row = tl.program_id(0)
+    if WIDE:
+        row = row.to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_column = column < size
+    place = tl.arange(0, 8)[:, None] * size + column[None, :]
+    return row, column, place, is_column, is_column[None, :] & (place < length)
+
+
+@triton.jit
+def _encode(
+    x_ptr,
+    y_ptr,
+    packed_ptr,
+    steps_ptr,
+    length,
+    size,
+    STEP: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, column, place, is_column, mask = _places(length, size, WIDE, BLOCK)
+    x = tl.load(x_ptr + row * length + place, mask, 0.0).to(tl.float32)
+    y = tl.load(y_ptr + row * length + place, mask, 0.0)
+    distance = x - y
+    step = tl.sqrt(tl.sum(distance * distance) / length) * STEP
+    code = tl.floor(distance / tl.where(step == 0, 1.0, step)) + (1 << (BITS - 1))
+    code = tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1.0)
+    y += step * (code - ((1 << BITS) - 1) * 0.5)
+    tl.store(y_ptr + row * length + place, y, mask)
+    tl.store(steps_ptr + row, step)
+    number = code.to(tl.int32)
+    for bit in tl.static_range(BITS):
+        byte = tl.sum(((number >> bit) & 1) << tl.arange(0, 8)[:, None], 0)
+        start = packed_ptr + (row * BITS + bit) * size
+        tl.store(start + column, byte.to(tl.uint8), is_column)
+
+
+@triton.jit
+def _move(
+    y_ptr,
+    packed_ptr,
+    steps_ptr,
+    length,
+    size,
+    SIGN: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, column, place, is_column, mask = _places(length, size, WIDE, BLOCK)
+    y = tl.load(y_ptr + row * length + place, mask, 0.0)
+    step = tl.load(steps_ptr + row) * SIGN
+    number = tl.zeros([8, BLOCK], tl.int32)
+    for bit in tl.static_range(BITS):
+        start = packed_ptr + (row * BITS + bit) * size
+        byte = tl.load(start + column, is_column, 0).to(tl.int32)
+        number |= ((byte[None, :] >> tl.arange(0, 8)[:, None]) & 1) << bit
+    y += step * (number.to(tl.float32) - ((1 << BITS) - 1) * 0.5)
+    tl.store(y_ptr + row * length + place, y, mask)

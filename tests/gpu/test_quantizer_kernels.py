@@ -1,0 +1,88 @@
+"""Kernels of the quantizer do what plain torch does.
+
+They also run without a GPU, where Triton is installed: TRITON_INTERPRET=1 pytest THIS_FILE
+"""
+
+import os
+
+import pytest
+import torch
+
+from redivider.backward.quantizer import MAX_BITS, encode, move, row_length, unpack
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+from redivider.backward import quantizer_kernels  # noqa: E402
+from redivider.backward.quantizer_kernels import encode_rows, move_rows  # noqa: E402
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# A byte that is not full, a row of several dimensions, of one byte, of many, and nothing at all.
+SHAPES = [(2, 5, 100), (3, 4, 6, 7), (3, 1), (2, 8192), (4, 0), (0, 64)]
+
+
+def tensors(shape, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, *shape, generator=generator).to(DEVICE)
+    return x.to(dtype), y
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 3, MAX_BITS])
+def test_forth_and_back(bits, dtype, shape):
+    x, y = tensors(shape, dtype)
+    length = row_length(y.shape)
+    plain, known = y.cpu().clone(), y.clone()
+    code = encode(x.cpu(), plain, bits)
+    packed, steps = encode_rows(x, known, length, bits)
+    assert torch.allclose(steps.cpu(), code.steps, rtol=1e-5)
+    assert packed.shape == code.packed.shape
+    # Steps that differ in their last bit may round a value that lies between two levels otherwise.
+    numbers = [unpack(rows.cpu(), length).int() for rows in (packed, code.packed)]
+    differ = numbers[0] != numbers[1]
+    assert differ.float().mean() <= 0.001 if differ.numel() else True
+    same = ~differ.view(y.shape)
+    assert torch.allclose(known.cpu()[same], plain[same], rtol=1e-5, atol=1e-6)
+    there = known.clone()
+    move_rows(known, packed, steps, length, -1)
+    assert torch.allclose(known, y, rtol=1e-5, atol=1e-6)
+    move_rows(known, packed, steps, length, 1)
+    assert torch.allclose(known, there, rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_that_has_arrived_stays():
+    _, y = tensors((3, 80), torch.float32)
+    known = y.clone()
+    packed, steps = encode_rows(y, known, 80, 2)
+    assert not steps.any() and torch.equal(known, y)
+    move_rows(known, packed, steps, 80, -1)
+    assert torch.equal(known, y)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
+def test_a_row_that_is_not_finite_stays_alone():
+    x, y = tensors((3, 80), torch.float32)
+    x[1, 7] = torch.inf
+    encode_rows(x, y, 80, 2)
+    assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
+
+
+def test_indices_of_64_bits(monkeypatch):
+    monkeypatch.setattr(quantizer_kernels, "MAX_INT32", 0)
+    test_forth_and_back(2, torch.float32, (2, 5, 100))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the quantizer chooses kernels for a GPU's tensors")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_quantizer_uses_them(dtype):
+    x, y = tensors((2, 100, 5), dtype)
+    by_kernel, by_torch = y.clone(), y.cpu().clone()
+    code = encode(x.transpose(1, 2).contiguous().transpose(1, 2), by_kernel, 2)
+    encode(x.cpu(), by_torch, 2)
+    assert (by_kernel.cpu() - by_torch).abs().gt(1e-5).float().mean() <= 0.001
+    move(by_kernel, code, -1)
+    assert torch.allclose(by_kernel, y, rtol=1e-5, atol=1e-6)

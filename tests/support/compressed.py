@@ -1,0 +1,107 @@
+"""Gradients of blocks at quantized inputs, under plain autograd and with all inputs kept."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from redivider.backward.quantizer import STEPS
+from redivider.backward.tape import Tape
+
+
+class _Instead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, source: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, grad
+
+
+def instead(value: Tensor, source: Tensor) -> Any:
+    """Return a value whose gradient goes to another tensor."""
+    return _Instead.apply(value, source)
+
+
+def approach(x: Tensor, y: Tensor, bits: int) -> Tensor:
+    """Return `y`, moved by the closest of 2^bits levels around 0, the upper of two, row by row."""
+    length = 1
+    for size in reversed(x.shape[1:]):
+        length *= size if length < 64 else 1
+    rows = []
+    for row_x, row_y in zip(x.reshape(-1, length), y.reshape(-1, length), strict=True):
+        distance = row_x.to(y.dtype) - row_y
+        step = STEPS[bits] * distance.square().mean().sqrt()
+        levels = step * (torch.arange(2**bits, dtype=y.dtype) - (2**bits - 1) / 2).flip(0)
+        rows.append(row_y + levels[(distance[:, None] - levels).abs().argmin(1)])
+    return torch.stack(rows).view(y.shape)
+
+
+class Reference:
+    """Quantized inputs of one forward pass."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+        self.y: Tensor | None = None
+
+    def run(self, block: Any, x: Tensor) -> Any:
+        """Run a block at its input, and take its gradients at what is known of it."""
+        exact = x.detach()
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.y is None or self.y.shape != x.shape:
+            self.y = exact.to(wide)
+        else:
+            self.y = approach(exact, self.y, self.bits)
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            values = block(exact)
+        torch.set_rng_state(state)
+        outputs = block(instead(self.y.to(x.dtype), x))
+        if not isinstance(values, tuple):
+            return instead(values, outputs)
+        pairs = zip(values, outputs, strict=True)
+        return tuple(instead(v, out) if isinstance(v, Tensor) else v for v, out in pairs)
+
+
+def follow(blocks: Any, bits: int) -> None:
+    """Make blocks run by the reference, in every pass of training."""
+    state: dict[str, Reference] = {}
+    for index, block in enumerate(blocks):
+        plain, parameters = block.forward, list(block.parameters())
+
+        def forward(
+            x: Tensor,
+            *args: Any,
+            index: Any = index,
+            plain: Any = plain,
+            params: Any = parameters,
+            **kwargs: Any,
+        ):
+            if not any(tensor.requires_grad for tensor in (x, *params)):
+                return plain(x, *args, **kwargs)
+            if index == 0 or not state:
+                state["now"] = Reference(bits)
+            return state["now"].run(lambda y: plain(y, *args, **kwargs), x)
+
+        block.forward = forward
+
+
+class Watched(Tape):
+    """A tape that compares what it reads with what it knew in the forward."""
+
+    num_compared = 0
+
+    def append(self, x: Tensor) -> int:
+        position = super().append(x)
+        vars(self).setdefault("known", {})[position] = self._y.clone()
+        return position
+
+    def read(self, position: int) -> Tensor:
+        value = super().read(position)
+        known = vars(self)["known"][position]
+        error = (self._y - known).abs().max() / known.abs().max().clamp(min=1e-30)
+        assert error <= 16 * torch.finfo(known.dtype).eps, float(error)
+        assert torch.equal(value, self._y.to(value.dtype))
+        Watched.num_compared += 1
+        return value

@@ -1,0 +1,79 @@
+"""The quantizer against an obvious one, and its codes undone."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.compressed import approach
+
+from redivider.backward.quantizer import encode, move, pack, row_length, unpack
+
+
+@given(
+    bits=st.integers(1, 8), rows=st.integers(0, 3), num=st.integers(0, 40), seed=st.integers(0, 9)
+)
+def test_packed_numbers_come_back(bits, rows, num, seed):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 2**bits, (rows, num), generator=generator).to(torch.uint8)
+    packed = pack(values, bits)
+    assert packed.numel() == rows * bits * -(-num // 8)
+    assert torch.equal(unpack(packed, num), values)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("shape", [(3, 100), (2, 5, 7), (2, 3, 4, 64), (1, 1)], ids=str)
+def test_the_closest_level_is_taken(bits, shape):
+    torch.manual_seed(bits)
+    x, y = torch.randn(2, *shape, dtype=torch.float64)
+    expected = approach(x, y, bits)
+    known = y.clone()
+    code = encode(x, known, bits)
+    assert torch.allclose(known, expected, rtol=1e-12, atol=1e-12)
+    move(known, code, -1)
+    assert torch.allclose(known, y, rtol=1e-12, atol=1e-12)
+    move(known, code, 1)
+    assert torch.allclose(known, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bits, most", [(1, 0.75), (2, 0.4), (3, 0.21), (4, 0.12), (8, 0.012)])
+def test_more_bits_leave_a_smaller_error(bits, most):
+    torch.manual_seed(0)
+    x = torch.randn(4, 1000)
+    y = torch.zeros_like(x)
+    encode(x, y, bits)
+    assert (x - y).norm() <= most * x.norm()
+
+
+def test_errors_do_not_add_up():
+    torch.manual_seed(0)
+    inputs = torch.randn(200, 4, 100).cumsum(0)
+    y, errors = inputs[0].clone(), []
+    for x in inputs[1:]:
+        encode(x, y, 2)
+        errors.append(float((x - y).square().mean().sqrt()))
+    assert max(errors[100:]) < 1.2 * max(errors[:100]) < 1.2
+
+
+def test_rows_that_have_arrived_stay():
+    x = torch.randn(3, 80)
+    y = x.clone()
+    code = encode(x, y, 2)
+    assert torch.equal(y, x)
+    move(y, code, -1)
+    assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize(
+    "shape, length",
+    [
+        *(((8, 10, 768), 768), ((8, 64, 7, 7), 3136), ((8, 16, 16, 8), 128)),
+        *(((8, 3), 3), ((8,), 1), ((8, 0), 1)),
+    ],
+)
+def test_a_row_is_at_least_64_values_of_a_sample(shape, length):
+    assert row_length(torch.Size(shape)) == length
+
+
+def test_no_values():
+    for shape in ((0, 5), (3, 0)):
+        encode(torch.zeros(shape), torch.zeros(shape), 2)
