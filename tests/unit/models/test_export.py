@@ -76,3 +76,68 @@ def test_a_compiled_chain_still_reverses():
     compiled(x).sum().backward()
     held = [rd.measure_memory(net, x).held for net in (chain, compiled)]
     assert held[1] <= 1.2 * held[0]
+
+
+def run_onnx(path, *tensors):
+    """Return the outputs of a file by onnxruntime."""
+    session = pytest.importorskip("onnxruntime").InferenceSession(path)
+    names = [node.name for node in session.get_inputs()]
+    feed = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
+    return [torch.from_numpy(output) for output in session.run(None, feed)]
+
+
+# The exporter of torch warns of its own calls.
+exports_onnx = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+SHALLOW: dict[str, dict[str, Any]] = {
+    "revnet18": {"depths": (1, 1)},
+    "rev_vit_tiny": {"depth": 1},
+    "rev_swin_tiny": {"depths": (1, 1)},
+    "rev_mvit_base": {"depths": (1, 1)},
+    "rev_gpt_nano": {"depth": 1},
+    "rev_llama_tiny": {"depth": 1},
+    "rev_roberta_base": {"depth": 1},
+}
+
+
+@pytest.mark.slow
+@exports_onnx
+@pytest.mark.parametrize("name", SHALLOW)
+def test_every_family_as_onnx(name, tmp_path):
+    """In both arithmetics, as one network: an export takes seconds."""
+    pytest.importorskip("onnxscript")
+    options = {**dict(EACH)[name], **SHALLOW[name]}
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = (
+                rd.create_model(name, arithmetic=kind, **options) for kind in ("float", "fixed")
+            )
+
+        def forward(self, x):
+            return self.one(x), self.other(x)
+
+    both, path = Both().eval(), tmp_path / "both.onnx"
+    torch.onnx.export(both, (inputs(name),), path, verbose=False)
+    x = inputs(name, 1)
+    for output, expected in zip(run_onnx(path, x), both(x), strict=True):
+        torch.testing.assert_close(output, expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@exports_onnx
+def test_a_grid_in_onnx_is_exact(tmp_path):
+    """Where f computes without rounding, the streams have the same bits, for any batch."""
+    pytest.importorskip("onnxscript")
+
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x * 0.375 - 1.5  # of few bits, and between the points of the grid
+
+    couplings = [rd.Coupling(Scaled()) for _ in range(4)]
+    chain = rd.Chain([rd.Duplicate(), *couplings, rd.Fuse()], arithmetic=rd.Fixed(bits=4))
+    path, batch = tmp_path / "chain.onnx", torch.export.Dim("batch", min=2, max=64)
+    example = torch.arange(-16, 16).view(8, 4) / 64
+    torch.onnx.export(chain.eval(), (example,), path, dynamic_shapes=({0: batch},), verbose=False)
+    for x in (example, 17 * torch.cat((example, example + 3))):
+        assert torch.equal(run_onnx(path, x)[0], chain(x))
