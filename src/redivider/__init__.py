@@ -13,6 +13,7 @@ if _TYPE_CHECKING:
     from redivider.checks.gradients import check_gradients as check_gradients
     from redivider.checks.max_batch import find_max_batch as find_max_batch
     from redivider.checks.memory import check_memory as check_memory
+    from redivider.checks.memory import compare_memory as compare_memory
     from redivider.checks.memory import measure_memory as measure_memory
     from redivider.checks.reversibility import check_reversible as check_reversible
     from redivider.convert.compressed import Compressed as Compressed
@@ -61,6 +62,7 @@ _HOMES = {
     "check_gradients": "checks.gradients",
     "check_memory": "checks.memory",
     "check_reversible": "checks.reversibility",
+    "compare_memory": "checks.memory",
     "create_model": "models.catalogue",
     "find_max_batch": "checks.max_batch",
     "list_models": "models.catalogue",

@@ -1,17 +1,23 @@
-"""Memory that training a chain takes, measured on any device."""
+"""Memory that training takes, measured on any device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
 from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 
 from redivider._torch_private import TorchDispatchMode
+from redivider.chain import Chain
 from redivider.checks.restore import restored
 from redivider.errors import UnitError
 from redivider.tree import tensors_of
+
+if TYPE_CHECKING:
+    from redivider.pipeline.diagnostics.memory import StagesMemory
 
 
 @dataclass(frozen=True)
@@ -22,22 +28,117 @@ class Memory:
     """Bytes held between forward and backward, including the output."""
     peak: int
     """Largest number of bytes at any time, including the gradients of the parameters."""
+    peak_without_gradients: int
+    """Largest number of bytes at any time, without the gradients of the parameters."""
 
     def __str__(self) -> str:
         return f"held {self.held / 1024:,.0f} KiB, peak {self.peak / 1024:,.0f} KiB"
 
 
-def measure_memory(chain: nn.Module, x: Any, /, **side: Any) -> Memory:
-    """Run a forward and a backward, and count the bytes that they allocate."""
-    inputs = (*chain.parameters(), *tensors_of((x, side)))
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    with restored(chain), torch.enable_grad(), Live() as live:
-        output = chain(x, **side)
+@runtime_checkable
+class Measurable(Protocol):
+    """A pipeline, which measures its stages itself."""
+
+    def measure_memory(self, x: Any, /, **side: Any) -> "StagesMemory":
+        """Count the bytes that every stage holds for inputs like x."""
+
+
+@overload
+def measure_memory(model: nn.Module, x: Any, /, **side: Any) -> Memory: ...
+@overload
+def measure_memory(model: Measurable, x: Any, /, **side: Any) -> "StagesMemory": ...
+def measure_memory(model: Any, x: Any, /, **side: Any) -> "Memory | StagesMemory":
+    """Run a forward and a backward of a module, and count the bytes that they allocate.
+
+    Of a pipeline, count the bytes that every stage holds when it is full of inputs like x. That
+    runs on a copy of the model, and needs no target.
+    """
+    if not isinstance(model, nn.Module):
+        if not isinstance(model, Measurable):
+            raise TypeError(
+                f"measure_memory takes a module or a pipeline, got {type(model).__name__}"
+            )
+        return model.measure_memory(x, **side)
+    parameters = [param for param in model.parameters() if param.requires_grad]
+    wanted = [*parameters, *(tensor for tensor in tensors_of((x, side)) if tensor.requires_grad)]
+    grads: Sequence[Tensor | None] = ()
+    with restored(model), torch.enable_grad(), Live() as live:
+        output = model(x, **side)
         held = live.bytes
         roots = [tensor.sum() for tensor in tensors_of(output) if tensor.requires_grad]
         if roots:
-            torch.autograd.grad(roots, wanted, [*map(torch.ones_like, roots)], allow_unused=True)
-        return Memory(held, live.peak)
+            ones = [*map(torch.ones_like, roots)]
+            grads = torch.autograd.grad(roots, wanted, ones, allow_unused=True)
+        return Memory(held, live.peak, live.peak_without(grads[: len(parameters)]))
+
+
+@dataclass(frozen=True)
+class MemoryComparison:
+    """Memory of one model by several kinds of backward."""
+
+    by_backward: dict[str, Memory]
+    gradients: int
+    """Bytes of the gradients of all weights, which every backward needs besides."""
+
+    def __str__(self) -> str:
+        """Format a table; its numbers are without the gradients of weights."""
+        width = max(map(len, self.by_backward))
+        lines = [f"{'backward':<{max(width, 8)}}  {'held':>14}  {'peak':>14}"]
+        for backward, memory in self.by_backward.items():
+            numbers = in_mib(memory.held), in_mib(memory.peak_without_gradients)
+            lines.append(f"{backward:<{max(width, 8)}}  {numbers[0]:>14}  {numbers[1]:>14}")
+        lines.append(f"and {in_mib(self.gradients)} for the gradients of weights")
+        return "\n".join(lines)
+
+
+def compare_memory(
+    model: nn.Module,
+    x: Any,
+    /,
+    *,
+    backward: Sequence[str] = ("store", "checkpoint", "reverse"),
+    **side: Any,
+) -> MemoryComparison:
+    """Measure the memory of a model by several kinds of backward.
+
+        print(rd.compare_memory(model, x))
+
+    Args:
+        model: A chain, or a module with chains inside.
+        x: Its input.
+        backward: Kinds of backward to compare.
+        **side: Its keywords.
+    """
+    if isinstance(backward, str):
+        raise TypeError(f"backward is a list of names: write backward=[{backward!r}]")
+    chains = [module for module in model.modules() if isinstance(module, Chain)]
+    if not chains:
+        name = type(model).__name__
+        raise TypeError(f"compare_memory takes a Chain, or a module with chains, got {name}")
+    memories = {}
+    for name in backward:
+        with _by(chains, name):
+            memories[name] = measure_memory(model, x, **side)
+    gradients = sum(param.nbytes for param in model.parameters() if param.requires_grad)
+    return MemoryComparison(memories, gradients)
+
+
+@contextmanager
+def _by(chains: Sequence[Chain], backward: str) -> Iterator[None]:
+    """Let chains run by a kind of backward inside the context."""
+    before = [chain.backward for chain in chains]
+    try:
+        for chain in chains:
+            chain.backward = backward
+        yield
+    finally:
+        for chain, own in zip(chains, before, strict=True):
+            chain.backward = own
+
+
+def in_mib(num_bytes: int) -> str:
+    """Format a number of bytes for a table."""
+    return f"{num_bytes / 2**20:,.2f} MiB"
 
 
 def check_memory(
@@ -77,7 +178,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.peak = 0
-        self._known: set[int] = set()
+        self._known: dict[int, int] = {}  # ids of allocations, by storage
+        self._changes: list[tuple[int, int]] = []  # ids of allocations, and bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -96,14 +198,21 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._known:
             return
-        self._known.add(key)
+        self._known[key] = number = len(self._changes)
+        self._changes.append((number, size))
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
         finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self._changes.append((self._known.pop(key), -size))
         self.bytes -= size
+
+    def peak_without(self, tensors: Any) -> int:
+        """Return the largest number of bytes, had these tensors, still alive, taken none."""
+        left_out = {self._known.get(storage._cdata) for storage in _storages(tensors)}
+        sizes = (size for number, size in self._changes if number not in left_out)
+        return max(accumulate(sizes), default=0)
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:

@@ -47,6 +47,7 @@ from redivider.pipeline.tick import Tick
 from redivider.replay.autocast import without_autocast
 
 if TYPE_CHECKING:
+    from redivider.pipeline.diagnostics.memory import StagesMemory
     from redivider.pipeline.diagnostics.probe import Probe
 
 logger = logging.getLogger("redivider")
@@ -270,6 +271,13 @@ class Pipeline:
 
         self._probe = Probe(self.stages, self._loss, self.arithmetic, every)
         return self._probe
+
+    def measure_memory(self, x: Any, /, **side: Any) -> "StagesMemory":
+        """Count the bytes that every stage holds for inputs like x, on a copy of the model."""
+        from redivider.pipeline.diagnostics.memory import measure_stages
+
+        verify_keywords(side, self._takes)
+        return measure_stages(self, x, side)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything that the next ticks depend on, with all that is in flight."""

@@ -127,6 +127,45 @@ def test_measured_peak_is_flat_too():
     assert peaks[1] - peaks[0] <= weights + STREAM // 8
 
 
+def test_the_peak_without_gradients_of_weights_is_flat():
+    x = torch.randn(1024, 32)
+    memories = [rd.measure_memory(wide_chain(depth, "reverse"), x) for depth in (4, 32)]
+    assert memories[0].peak_without_gradients == memories[1].peak_without_gradients
+    weights = 32 * (32 * 32 + 32) * 4
+    assert memories[1].held < memories[1].peak_without_gradients < memories[1].peak
+    assert memories[1].peak <= memories[1].peak_without_gradients + weights
+
+
+def test_kinds_of_backward_side_by_side():
+    chain, x = wide_chain(9, "reverse-checkpoint"), torch.randn(1024, 32)
+    comparison = rd.compare_memory(chain, x)
+    assert comparison.gradients == 9 * (32 * 32 + 32) * 4
+    assert list(comparison.by_backward) == ["store", "checkpoint", "reverse"]
+    for backward, memory in comparison.by_backward.items():
+        assert memory == rd.measure_memory(wide_chain(9, backward), x)
+    assert chain.backward == "reverse-checkpoint"
+    table = str(comparison).splitlines()
+    assert table[3].split()[:3] == ["reverse", f"{3 * STREAM / 2**20:.2f}", "MiB"]
+    assert table[-1] == "and 0.04 MiB for the gradients of weights"
+
+
+def test_chains_inside_of_a_module_are_compared():
+    chains = wide_chain(6, "store"), wide_chain(6, "checkpoint")
+    module = nn.Sequential(nn.Linear(8, 32), *chains)
+    memories = rd.compare_memory(module, torch.randn(64, 8), backward=["store", "reverse"])
+    assert memories.by_backward["reverse"].held < memories.by_backward["store"].held / 2
+    assert [chain.backward for chain in chains] == ["store", "checkpoint"]
+    with pytest.raises(ValueError, match="'revers'"):
+        rd.compare_memory(module, torch.randn(64, 8), backward=["revers"])
+    assert [chain.backward for chain in chains] == ["store", "checkpoint"]
+    with pytest.raises(TypeError, match="a module with chains, got Linear"):
+        rd.compare_memory(nn.Linear(2, 2), torch.randn(3, 2))
+    with pytest.raises(TypeError, match=r"write backward=\['store'\]"):
+        rd.compare_memory(module, torch.randn(64, 8), backward="store")
+    with pytest.raises(TypeError, match="takes a module or a pipeline, got list"):
+        rd.measure_memory([module], torch.randn(64, 8))  # type: ignore[call-overload]
+
+
 def test_check_memory_passes_reversal_and_refuses_storing():
     x = torch.randn(256, 32)
     memory = rd.check_memory(lambda depth: wide_chain(depth, "reverse"), x, depths=(3, 9, 27))

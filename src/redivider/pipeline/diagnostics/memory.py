@@ -1,13 +1,16 @@
 """Memory that the stages of a pipeline hold between two ticks, counted by storage."""
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from redivider.checks.memory import in_mib
 from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.stage import Stage
-from redivider.tree import tensors_of
+from redivider.tree import map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from redivider.pipeline.pipeline import Pipeline
@@ -24,6 +27,85 @@ class Holding:
     """Bytes of messages in flight to the stage; another stage may keep the same tensors."""
     weights: int
     """Bytes of old copies of its weights."""
+
+    @property
+    def total(self) -> int:
+        """All of these bytes."""
+        return self.activations + self.messages + self.weights
+
+
+@dataclass(frozen=True)
+class StagesMemory:
+    """Bytes that the stages of a full pipeline hold between two ticks, at most."""
+
+    stages: list[Holding]
+
+    @property
+    def held(self) -> int:
+        """Bytes of all stages together."""
+        return sum(holding.total for holding in self.stages)
+
+    def __str__(self) -> str:
+        """Format a table with a row for each stage."""
+        kinds = ("activations", "messages", "weights", "total")
+        table = {str(own.stage): [getattr(own, kind) for kind in kinds] for own in self.stages}
+        table["all"] = [sum(column) for column in zip(*table.values(), strict=True)]
+        rows = [["stage", "activations", "messages", "old weights", "together"]]
+        rows += [[name, *map(in_mib, numbers)] for name, numbers in table.items()]
+        return "\n".join(
+            f"{row[0]:>5}" + "".join(f"{cell:>15}" for cell in row[1:]) for row in rows
+        )
+
+
+def measure_stages(pipe: "Pipeline", x: Any, side: dict[str, Any]) -> StagesMemory:
+    """Fill a copy of a pipeline with inputs like x, and count what its stages hold at most.
+
+    The last stage runs the loss and its gradient in one action and keeps nothing of it, so the sum
+    of the outputs takes the place of the loss.
+    """
+    if pipe.is_spread:
+        raise ValueError(
+            "the stages are in several processes; measure rd.Pipeline(...) of the same model in "
+            f"one process, with stages={pipe.cut}"
+        )
+    trial = type(pipe)(
+        deepcopy([unit.module for unit in pipe._units.values()]),
+        stages=pipe.cut,
+        loss=_sum,
+        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.0),
+        method=pipe.method.name,
+        accumulate=pipe.accumulate,
+        latency=pipe.latency,
+        arithmetic=deepcopy(pipe.arithmetic),
+        message_dtype=pipe.packing.dtype,
+        seed=pipe.seed,
+        capture=False,
+    )
+    seen = []
+    # Old weights are held from the first update of a stage on, which comes when the pipeline is
+    # full; their number depends on the place of the tick between two updates.
+    for _ in range(2 * (pipe.schedule.num_in_flight + pipe.accumulate)):
+        # Copies, because a tensor in several micro-batches would count once.
+        own_x, own_side = map_tensors(lambda tensor: tensor.detach().clone(), (x, side))
+        trial.step(own_x, **own_side)
+        seen.append(holdings(trial))
+    return StagesMemory(
+        [
+            Holding(
+                by_tick[0].stage,
+                max(holding.activations for holding in by_tick),
+                max(holding.messages for holding in by_tick),
+                max(holding.weights for holding in by_tick),
+            )
+            for by_tick in zip(*seen, strict=True)
+        ]
+    )
+
+
+def _sum(output: Any, target: Any) -> Tensor:
+    """Return a number with a gradient for all of the output; averages, so that it is finite."""
+    parts = [tensor.real for tensor in tensors_of(output) if tensor.requires_grad]
+    return torch.stack([part.mean(dtype=torch.float64) for part in parts]).sum()
 
 
 def holdings(pipe: "Pipeline") -> list[Holding]:
