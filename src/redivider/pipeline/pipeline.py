@@ -49,6 +49,7 @@ from redivider.replay.autocast import without_autocast
 if TYPE_CHECKING:
     from redivider.pipeline.diagnostics.memory import StagesMemory
     from redivider.pipeline.diagnostics.probe import Probe
+    from redivider.pipeline.diagnostics.timeline import Timeline
 
 logger = logging.getLogger("redivider")
 
@@ -271,6 +272,20 @@ class Pipeline:
 
         self._probe = Probe(self.stages, self._loss, self.arithmetic, every)
         return self._probe
+
+    def timeline(self, num_microbatches: int | None = None) -> "Timeline":
+        """Return the plan of the first micro-batches, until they have left again.
+
+        print(pipe.timeline())
+        pipe.timeline(10).plot("timeline.png")
+        """
+        from redivider.pipeline.diagnostics.timeline import Timeline
+
+        if num_microbatches is None:
+            num_microbatches = self.schedule.num_in_flight + 1  # so that the pipeline is full once
+        if num_microbatches < 1:
+            raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
+        return Timeline(self.schedule, num_microbatches)
 
     def measure_memory(self, x: Any, /, **side: Any) -> "StagesMemory":
         """Count the bytes that every stage holds for inputs like x, on a copy of the model."""

@@ -169,9 +169,13 @@ def test_a_state_that_is_loaded_ends_the_samples_in_flight():
 def test_it_prints_and_draws(tmp_path):
     _, pipe = build_with_everything()
     probe = pipe.probe(every=3)
+    assert "no samples yet" in str(probe) and "multiple of 3" in str(probe)
     feed(pipe, 0, 20)
-    lines = str(probe).splitlines()
+    lines, legend = (part.splitlines() for part in str(probe).split("\n\n"))
     assert len(lines) == 2 + 4 and lines[2].split()[0] == "0"
+    explained = " ".join(line[:16] for line in legend)
+    for column in ("to end-to-end", "to delayed", "delayed to end", "cosine", "ratio", "rebuilt"):
+        assert column in lines[0] + lines[1] and column in explained
     probe.plot(tmp_path / "quality.png")
     assert (tmp_path / "quality.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="every must be at least 1"):

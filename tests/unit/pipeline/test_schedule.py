@@ -126,3 +126,30 @@ def test_a_trace_has_a_row_for_each_stage_and_no_overlap_in_it(tmp_path):
         assert len(row) == 10
         for (start, duration), (after, _) in pairwise(row):
             assert start + duration <= after + 1e-6
+
+
+def test_a_pipeline_draws_its_plan(tmp_path):
+    pytest.importorskip("matplotlib")
+    pipe = rd.Pipeline(
+        [nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)],
+        stages=3,
+        loss=F.cross_entropy,
+        optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.1),
+    )
+    plan = pipe.timeline()
+    assert str(plan) == PICTURE
+    plan.plot(tmp_path / "plan.svg")
+    picture = (tmp_path / "plan.svg").read_text()
+    for action in plan.spans:  # a box of every stage has this text
+        assert picture.count(f"<!-- {action.kind}{action.microbatch} -->") == 3
+    assert len(pipe.timeline(2).spans) == 2 * 3 * 2
+    with pytest.raises(ValueError, match="num_microbatches must be at least 1, got 0"):
+        pipe.timeline(0)
+    with timeline.measured_spans(pipe) as spans:
+        pass
+    with pytest.raises(ValueError, match="nothing to draw"):
+        timeline.plot(tmp_path / "measured.svg", spans)
+    with timeline.measured_spans(pipe) as spans:
+        pipe.step(torch.randn(2, 5), torch.tensor([0, 1]))
+    timeline.plot(tmp_path / "measured.svg", spans)
+    assert "<!-- F0 -->" in (tmp_path / "measured.svg").read_text()

@@ -161,14 +161,19 @@ class Probe:
         self._samples.clear()
 
     def __str__(self) -> str:
-        """Return a table with a row for each stage, averaged over samples."""
+        """Return a table with a row for each stage, averaged over samples, and its legend."""
+        if not self._measured:
+            return (
+                f"no samples yet: one begins with every micro-batch whose number is a multiple of "
+                f"{self.every}, and is measured in its backward"
+            )
         lines = ["stage  samples  to end-to-end     to delayed        delayed to end   rebuilt"]
         lines.append("                cosine   ratio    cosine   ratio    cosine   ratio    error")
         for j, rows in self._by_stage().items():
             means = [mean(getattr(row, name) for row in rows) for name in _NAMES]
             numbers = "".join(f"{value:9.4f}" for value in means[:-1])
             lines.append(f"{j:5}  {len(rows):7} {numbers}  {means[-1]:.1e}")
-        return "\n".join(lines)
+        return "\n".join([*lines, _LEGEND])
 
     def plot(self, path: str | Path) -> None:
         """Draw cosines, ratios and errors by stage: means, and the range of all samples."""
@@ -236,6 +241,13 @@ class Probe:
         return sums
 
 
+_LEGEND = """
+cosine, ratio   of the angle between two gradients, and of their norms: 1 if they are equal
+to end-to-end   the pipeline's gradient against plain backprop's with all stages' current weights
+to delayed      the same against plain backprop's with the weights of every stage's forward
+delayed to end  the second of these against the first: what the delay alone changes
+rebuilt error   of the stage's output as rebuilt by the stage above, relative to its norm
+nan             nothing to compare: no gradient, or nothing was rebuilt"""
 _NAMES = (
     "cosine",
     "ratio",

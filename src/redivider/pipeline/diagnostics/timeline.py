@@ -1,12 +1,14 @@
-"""Timelines of ticks, planned from the schedule or measured: as text or as a Chrome trace."""
+"""Timelines of ticks, planned from the schedule or measured: as text, picture or Chrome trace."""
 
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from redivider.errors import require
 from redivider.pipeline.schedule import Action, Latency, Schedule
 
 
@@ -69,6 +71,61 @@ def planned_spans(
             free_at[stage] = start + (1.0 if kind == "F" else backward)
             spans[action] = (start, free_at[stage])
     return spans
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Plan of a pipeline, made by `Pipeline.timeline`: F and B of every micro-batch."""
+
+    schedule: Schedule
+    num_microbatches: int
+
+    def __str__(self) -> str:
+        """Draw stages down and ticks across."""
+        stages, latency = self.schedule.num_stages, self.schedule.latency
+        return draw(stages, latency=latency, num_microbatches=self.num_microbatches)
+
+    @property
+    def spans(self) -> dict[Action, tuple[float, float]]:
+        """Start and end of every action, if a forward takes 1 and a backward 3."""
+        stages, latency = self.schedule.num_stages, self.schedule.latency
+        return planned_spans(stages, latency=latency, num_microbatches=self.num_microbatches)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw a picture; the ending of the path chooses its format."""
+        plot(path, self.spans, unit="time, in forwards of a stage")
+
+
+def plot(
+    path: str | Path, spans: Mapping[Action, tuple[float, float]], unit: str = "seconds"
+) -> None:
+    """Draw spans as a picture: stages down, time across, a colour for every micro-batch.
+
+    Args:
+        path: File, whose ending chooses the format.
+        spans: Start and end of every action.
+        unit: Label of the time axis.
+    """
+    if not spans:
+        raise ValueError("there is nothing to draw: no action was run")
+    figures, colours = (require(f"matplotlib.{name}", "a plot") for name in ("figure", "colors"))
+    stages = 1 + max(action.stage for action in spans)
+    first = min(start for start, _ in spans.values())
+    length = max(end for _, end in spans.values()) - first
+    figure = figures.Figure((12, 1 + 0.4 * stages), layout="constrained")
+    axis = figure.subplots()
+    for (kind, stage, microbatch), (start, end) in spans.items():
+        colour = colours.to_rgba(f"C{microbatch % 10}", 0.35 if kind == "F" else 0.8)
+        axis.barh(
+            stage, end - start, 0.9, left=start - first, color=colour, edgecolor="white", lw=0.5
+        )
+        text = f"{kind}{microbatch}"
+        if (end - start) / length > 0.007 * len(text):  # of the width, about that of the text
+            axis.text((start + end) / 2 - first, stage, text, ha="center", va="center", size=8)
+    axis.set(xlabel=unit, ylabel="stage", yticks=range(stages), xlim=(0, length))
+    axis.invert_yaxis()
+    axis.set_title("forwards pale, backwards strong", size=9)
+    figure.savefig(path)
 
 
 class Observed(Protocol):
