@@ -36,6 +36,7 @@ if _TYPE_CHECKING:
     from redivider.pipeline.distributed import DistributedPipeline as DistributedPipeline
     from redivider.pipeline.partition import balance as balance
     from redivider.pipeline.pipeline import Pipeline as Pipeline
+    from redivider.skip import SkipWarning as SkipWarning
 
 # The module of every public name. It is imported when the name is first used: importing torch takes
 # seconds, and `redivider --help` must not wait for it.
@@ -55,6 +56,7 @@ _HOMES = {
     "Muon": "optim.muon",
     "Pipeline": "pipeline.pipeline",
     "PipelineError": "errors",
+    "SkipWarning": "skip",
     "Split": "junction",
     "UnitError": "errors",
     "balance": "pipeline.partition",

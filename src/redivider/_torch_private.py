@@ -65,6 +65,11 @@ def loops_in_order() -> contextlib.AbstractContextManager[None]:
     return patch
 
 
+def scale_of_second(node: Any) -> float:
+    """Return the factor of the second term of a sum, from its node in a graph."""
+    return float(node._saved_alpha)
+
+
 def has_call_hooks(module: nn.Module) -> bool:
     """Return whether a call of the module runs hooks, forward or backward."""
     has_backward_hooks = bool(module._backward_hooks or module._backward_pre_hooks)

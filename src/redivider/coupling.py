@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from redivider.errors import UnitError, writes_error
+from redivider.skip import expect_no_skip, warn_of_skip
 
 Streams: TypeAlias = tuple[Tensor, Tensor]
 
@@ -53,6 +54,11 @@ class Coupling(nn.Module):
             raise TypeError(f"takes is a tuple of names: write takes=({takes!r},)")
         self.f = f
         self.takes = tuple(takes)
+        expect_no_skip(f)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        expect_no_skip(self.f)
 
     def forward(self, streams: Streams, /, **side: Any) -> Streams:
         """Map (a, b) to (b + f(a), a); `side` goes to f. In a chain, its row does that."""
@@ -75,6 +81,7 @@ class Coupling(nn.Module):
         r = self.f(a, **side)
         if a._version != version:
             raise writes_error()
+        warn_of_skip(self.f, r, a)
         return verify_residual(r, a)
 
     def extra_repr(self) -> str:

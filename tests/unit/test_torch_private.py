@@ -34,6 +34,13 @@ def test_private_names_are_in_one_file():
     assert not uses
 
 
+def test_the_node_of_a_sum_knows_the_factor_of_its_second_term():
+    x = torch.ones(3, requires_grad=True)
+    for sum_of in (torch.add, torch.sub):
+        assert private.scale_of_second(sum_of(x, x).grad_fn) == 1
+        assert private.scale_of_second(sum_of(x, x, alpha=0.5).grad_fn) == 0.5
+
+
 def test_a_function_is_called_when_the_backward_ends():
     seen = []
     x = torch.ones(3, requires_grad=True)

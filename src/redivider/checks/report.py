@@ -1,6 +1,6 @@
 """Errors by unit or parameter, as the checks report them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ class Errors:
 
     what: str
     each: dict[str, float]
+    notes: dict[str, str] = field(default_factory=dict)
+    """Other things that were found to be wrong, by unit."""
 
     @property
     def worst(self) -> float:
@@ -22,11 +24,18 @@ class Errors:
         return max(self.each.values(), default=0.0)
 
     def __str__(self) -> str:
-        """Format the five largest errors as a table."""
+        """Format the five largest errors as a table, and all notes."""
         largest = sorted(self.each.items(), key=lambda item: -item[1])[:5]
         rows = [f"  {error:8.1e}  {name}" for name, error in largest]
         more = [f"  and {len(self.each) - 5} more"] if len(self.each) > 5 else []
-        return "\n".join([f"{self.what}: at most {self.worst:.1e}", *rows, *more])
+        units: dict[str, list[str]] = {}
+        for name, note in self.notes.items():
+            units.setdefault(note, []).append(name)
+        notes = [
+            f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {note}"
+            for note, names in units.items()
+        ]
+        return "\n".join([f"{self.what}: at most {self.worst:.1e}", *rows, *more, *notes])
 
 
 def verify_chain(chain: Any) -> None:

@@ -14,12 +14,16 @@ from redivider.checks.restore import restored
 from redivider.coupling import Coupling, Streams, verify_residual
 from redivider.errors import UnitError, naming
 from redivider.replay import Call, Record
+from redivider.skip import describe_skip
+from redivider.skip_path import has_skip
 
 
 def check_reversible(
     chain: Chain, x: Any, /, *, tolerance: float | None = None, **side: Any
 ) -> Errors:
     """Run the chain forward and backward, and compare every recovered input with the original.
+
+    The report also has a note for every coupling whose f has a skip of its own.
 
     Args:
         chain: The chain, in the mode (training or evaluation) that is to be checked.
@@ -32,16 +36,18 @@ def check_reversible(
     if tolerance is None:
         tolerance = 0.0 if chain.arithmetic.exact else chain.drift_tolerance
     errors: dict[str, float] = {}
+    notes: dict[str, str] = {}
     with torch.no_grad(), restored(chain):
         for in_row, units in chain.segments():
             if in_row:
-                x, row_errors = _round_trip(chain, units, x, side)
+                x, row_errors, row_notes = _round_trip(chain, units, x, side)
                 errors |= row_errors
+                notes |= row_notes
             else:
                 for name, unit in units:
                     with naming(name):
                         x = unit(x, **taken(unit, side))
-    report = Errors("relative error of the recovered inputs", errors)
+    report = Errors("relative error of the recovered inputs", errors, notes)
     for name, error in errors.items():  # in the order of recovery: the last unit of a row first
         if not error <= tolerance:
             raise UnitError(
@@ -53,8 +59,12 @@ def check_reversible(
 
 def _round_trip(
     chain: Chain, row: Sequence[tuple[str, nn.Module]], x: Any, side: dict[str, Any]
-) -> tuple[Streams, dict[str, float]]:
-    """Run a row forward, then recover every input from what the coupling after it recovered."""
+) -> tuple[Streams, dict[str, float], dict[str, str]]:
+    """Run a row forward, then recover every input from what the coupling after it recovered.
+
+    Returns:
+        The output; the errors of the recovered inputs, and notes, by unit.
+    """
     arithmetic = chain.arithmetic
     with naming(row[0][0]):
         x = prepare_streams(x)
@@ -74,14 +84,17 @@ def _round_trip(
             a, b = added.stored, a
     output = arithmetic.real(a, dtype), arithmetic.real(b, dtype)
     errors: dict[str, float] = {}
+    notes: dict[str, str] = {}
     for name, original, call, (_, *others), record in reversed(passed):
         tensors = [arithmetic.real(b, dtype), *others]
         needs = [True, *(tensor.requires_grad for tensor in others)]
-        recovered = recover(call, a, tensors, needs, record, arithmetic).b
-        assert recovered is not None
-        a, b = b, recovered
+        recovered = recover(call, a, tensors, needs, record, arithmetic)
+        assert recovered.b is not None
+        if has_skip(recovered.run.output, recovered.run.leaves[0]):
+            notes[name] = describe_skip(call.module)
+        a, b = b, recovered.b
         errors[name] = _distance((a, b), original)
-    return output, errors
+    return output, errors, notes
 
 
 def _distance(streams: Streams, original: Streams) -> float:

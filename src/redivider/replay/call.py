@@ -25,6 +25,7 @@ from redivider.replay.module_tree import ModuleTree
 from redivider.replay.record import Record
 from redivider.replay.switch import switched_off
 from redivider.replay.weights import count_fused_steps
+from redivider.skip import warn_of_skip
 from redivider.tree import map_tensors, tensors_of
 
 # A run temporarily swaps parameters, flags and random state of the caller's own modules.
@@ -139,6 +140,8 @@ class Call:
         if self.module not in _verified:
             _verify_unsharded(self.modules)
         _verify_leaves(output, leaves)
+        if leaves:
+            warn_of_skip(self.module, output, leaves[0])
         _verified.add(self.module)
         return GraphRun(leaves, output), record
 

@@ -101,7 +101,7 @@ class Encode(nn.Module):
 @replaying
 @pytest.mark.parametrize("whole", [True, False], ids=["all", "a part"])
 @pytest.mark.parametrize("fuse", [[rd.Fuse()], [rd.Fuse("second")]], ids=["both", "second"])
-@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning", "ignore::redivider.SkipWarning")
 def test_in_evaluation_the_first_run_goes_the_way_of_the_second(fuse, whole, backward):
     torch.manual_seed(0)
     couplings = [rd.Coupling(Encode(), takes=("pad",)) for _ in range(2)]
