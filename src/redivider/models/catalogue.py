@@ -15,6 +15,8 @@ from redivider.initial import materialise
 from redivider.models import gpt, llama, mvit, resnet, revnet, roberta, swin, vit
 from redivider.models.options import OptionError
 from redivider.models.parts import Units
+from redivider.models.weight_names import GPT, LLAMA, MVIT, RESNET, ROBERTA, SWIN, VIT, Names
+from redivider.models.weights import Weights, load_weights
 
 
 @dataclass(frozen=True)
@@ -25,22 +27,24 @@ class Family:
     units: Callable[[Any], Units]
     options: type
     sizes: Mapping[str, Mapping[str, Any]]
+    names: Names | None = None
+    """Names of the weights in other libraries, where there is such a network."""
 
 
 FAMILIES = (
-    Family("resnet", resnet.resnet, resnet.Options, resnet.SIZES),
+    Family("resnet", resnet.resnet, resnet.Options, resnet.SIZES, RESNET),
     Family("revnet", revnet.revnet, resnet.Options, resnet.SIZES),
-    Family("vit_", vit.vit, vit.Options, vit.SIZES),
+    Family("vit_", vit.vit, vit.Options, vit.SIZES, VIT),
     Family("rev_vit_", vit.rev_vit, vit.Options, vit.SIZES),
-    Family("swin_", swin.swin, swin.Options, swin.SIZES),
+    Family("swin_", swin.swin, swin.Options, swin.SIZES, SWIN),
     Family("rev_swin_", swin.rev_swin, swin.Options, swin.SIZES),
-    Family("mvit_", mvit.mvit, mvit.Options, mvit.SIZES),
+    Family("mvit_", mvit.mvit, mvit.Options, mvit.SIZES, MVIT),
     Family("rev_mvit_", mvit.rev_mvit, mvit.Options, mvit.SIZES),
-    Family("gpt_", gpt.gpt, gpt.Options, gpt.SIZES),
+    Family("gpt_", gpt.gpt, gpt.Options, gpt.SIZES, GPT),
     Family("rev_gpt_", gpt.rev_gpt, gpt.Options, gpt.SIZES),
-    Family("llama_", llama.llama, llama.Options, llama.SIZES),
+    Family("llama_", llama.llama, llama.Options, llama.SIZES, LLAMA),
     Family("rev_llama_", llama.rev_llama, llama.Options, llama.SIZES),
-    Family("roberta_", roberta.roberta, roberta.Options, roberta.SIZES),
+    Family("roberta_", roberta.roberta, roberta.Options, roberta.SIZES, ROBERTA),
     Family("rev_roberta_", roberta.rev_roberta, roberta.Options, roberta.SIZES),
 )
 
@@ -58,6 +62,7 @@ def create_model(
     seed: int = 0,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    weights: Weights | None = None,
     **options: Any,
 ) -> Chain:
     """Create a model: a chain whose first unit takes images or tokens and whose last gives scores.
@@ -71,18 +76,25 @@ def create_model(
         seed: Seed of the initial weights, which depend only on it and on the names of the units.
         device: Device of the model; "meta" allocates no memory and draws no weights.
         dtype: Dtype of the weights.
+        weights: A state dict or the path of one (.pt or .safetensors), of the model itself or of
+            the same network in timm, torchvision or transformers; initial weights by default.
         **options: Options of the family, such as `num_classes`, `image_size`, `depth` or `dropout`.
     """
     family, resolved = resolve(name, **options)
     device = torch.get_default_device() if device is None else torch.device(device)
+    if weights is not None and device.type == "meta":
+        raise OptionError("the meta device has no memory for weights; leave out device or weights")
     with torch.device("meta"), _float32_by_default() as default_dtype:
         units = family.units(resolved)
-        for name in ("stem", "head"):
-            units[name].orthogonalise = False  # type: ignore[assignment]  # by rd.Muon
+        for end in ("stem", "head"):
+            units[end].orthogonalise = False  # type: ignore[assignment]  # by rd.Muon
         chain = Chain(units, backward=backward, arithmetic=arithmetic)
     if device.type != "meta":
         materialise(units, seed=seed, device=device)
-    return chain.to(dtype=dtype or default_dtype)
+    chain = chain.to(dtype=dtype or default_dtype)
+    if weights is not None:
+        load_weights(chain, weights, name=name, names=family.names, options=resolved)
+    return chain
 
 
 def resolve(name: str, **options: Any) -> tuple[Family, Any]:
