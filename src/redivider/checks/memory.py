@@ -85,9 +85,9 @@ class MemoryComparison:
         width = max(map(len, self.by_backward))
         lines = [f"{'backward':<{max(width, 8)}}  {'held':>14}  {'peak':>14}"]
         for backward, memory in self.by_backward.items():
-            numbers = in_mib(memory.held), in_mib(memory.peak_without_gradients)
+            numbers = format_bytes(memory.held), format_bytes(memory.peak_without_gradients)
             lines.append(f"{backward:<{max(width, 8)}}  {numbers[0]:>14}  {numbers[1]:>14}")
-        lines.append(f"and {in_mib(self.gradients)} for the gradients of weights")
+        lines.append(f"and {format_bytes(self.gradients)} for the gradients of weights")
         return "\n".join(lines)
 
 
@@ -136,9 +136,11 @@ def _by(chains: Sequence[Chain], backward: str) -> Iterator[None]:
             chain.backward = own
 
 
-def in_mib(num_bytes: int) -> str:
-    """Format a number of bytes for a table."""
-    return f"{num_bytes / 2**20:,.2f} MiB"
+def format_bytes(num_bytes: int) -> str:
+    """Format a number of bytes for a table: in KiB below a MiB."""
+    if num_bytes < 2**20:
+        return f"{num_bytes / 2**10:.1f} KiB"
+    return f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def check_memory(

@@ -74,7 +74,7 @@ def test_a_table_and_keywords():
     table = str(rd.measure_memory(pipe, x, mask=mask)).splitlines()
     assert [line.split()[0] for line in table] == ["stage", "0", "1", "all"]
     # Two inputs of 512 x 8 and, after the first junction, of 512 x 64.
-    assert table[1].split()[1] == f"{2 * 512 * (8 + 64) * 4 / 2**20:.2f}"
+    assert table[1].split()[1] == f"{2 * 512 * (8 + 64) * 4 / 2**10:.1f}"
     with pytest.raises(TypeError, match="no unit takes the keyword 'masks'"):
         rd.measure_memory(pipe, x, masks=mask)
     assert norm.num_batches_tracked == 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from redivider.checks.memory import in_mib
+from redivider.checks.memory import format_bytes
 from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.stage import Stage
 from redivider.tree import map_tensors, tensors_of
@@ -51,7 +51,7 @@ class StagesMemory:
         table = {str(own.stage): [getattr(own, kind) for kind in kinds] for own in self.stages}
         table["all"] = [sum(column) for column in zip(*table.values(), strict=True)]
         rows = [["stage", "activations", "messages", "old weights", "together"]]
-        rows += [[name, *map(in_mib, numbers)] for name, numbers in table.items()]
+        rows += [[name, *map(format_bytes, numbers)] for name, numbers in table.items()]
         return "\n".join(
             f"{row[0]:>5}" + "".join(f"{cell:>15}" for cell in row[1:]) for row in rows
         )
