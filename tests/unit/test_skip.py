@@ -156,7 +156,8 @@ def test_nothing_else_is_taken_for_a_skip(kind, backward):
 
 
 def test_the_warning_says_what_to_do():
-    with pytest.warns(rd.SkipWarning, match=r"f, Block, adds its own input .* rd\.Lift\(blocks\)"):
+    message = r"f, Block, adds its own input .* rd\.Compressed\(blocks\)"
+    with pytest.warns(rd.SkipWarning, match=message):
         step(chain_of(Block))
 
 
