@@ -16,7 +16,6 @@ if _TYPE_CHECKING:
     from redivider.checks.memory import compare_memory as compare_memory
     from redivider.checks.memory import measure_memory as measure_memory
     from redivider.checks.reversibility import check_reversible as check_reversible
-    from redivider.convert.compressed import Compressed as Compressed
     from redivider.convert.reversible import make_plain as make_plain
     from redivider.convert.reversible import make_reversible as make_reversible
     from redivider.convert.units import units_from as units_from
@@ -45,7 +44,6 @@ _HOMES = {
     "Chain": "chain",
     "ChangedError": "errors",
     "ChunkedCrossEntropy": "models.cross_entropy",
-    "Compressed": "convert.compressed",
     "Coupling": "coupling",
     "DriftWarning": "backward.drift",
     "DistributedPipeline": "pipeline.distributed",

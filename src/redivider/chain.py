@@ -43,7 +43,8 @@ class Chain(nn.Module):
         units: The modules, in order; or a dict of them, whose keys name them in `state_dict`.
         backward: "store" keeps all activations (plain backprop), "checkpoint" the input of every
             unit, "offload" the same in host memory, "reverse" nothing of a coupling and all of a
-            junction, "reverse-checkpoint" nothing of a coupling and the input of a junction.
+            junction, "reverse-checkpoint" nothing of a coupling and the input of a junction,
+            "compress" the same in 2 bits a value, with approximate gradients.
             "overlap" is "reverse", and "checkpoint-overlap" is "checkpoint", with the recomputation
             of a unit beside the backward of the next one on a GPU. "auto" times "reverse" and
             "overlap" on a GPU, and keeps the faster one.
@@ -252,7 +253,7 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
         trial = chain._auto.trial(x, chain.training)
         choice = trial.pick()
         strategy = resolve_strategy(choice)
-    ahead, offload = strategy.make_overlap(x), strategy.make_offload(x)
+    ahead, keeper = strategy.make_overlap(x), strategy.make_keeper(x)
     hint = ""
     for in_row, units in chain.segments():
         row: Row | None = None
@@ -262,7 +263,7 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
                 x = prepare_streams(x)
                 if not chain._is_plain():
                     keep, arithmetic = strategy.coupling, chain.arithmetic
-                    row = Row(names, keep, arithmetic, chain._mailbox, ahead, offload)
+                    row = Row(names, keep, arithmetic, chain._mailbox, ahead, keeper)
                     x = row.enter(x, drift_tolerance=drift_tolerance)
         for name, unit in units:
             keywords = taken(unit, side)
@@ -274,7 +275,7 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
                 elif in_row or strategy.junction == "graph":
                     x = unit(x, **keywords)
                 else:
-                    how: dict[str, Any] = {"exact": exact, "ahead": ahead, "offload": offload}
+                    how: dict[str, Any] = {"exact": exact, "ahead": ahead, "keeper": keeper}
                     x = keep_input(name, unit, (x,), keywords, **how)
             hint = ""
         if row is not None:

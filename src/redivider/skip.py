@@ -39,5 +39,5 @@ def describe_skip(f: nn.Module) -> str:
     return (
         f"f, {type(f).__name__}, adds its own input to its result, as a whole residual block does; "
         "the other stream is the skip already, so give Coupling the branch alone, what the block "
-        "adds to x; for blocks that are to stay as they are, use rd.Compressed(blocks)"
+        "adds to x; blocks that are to stay as they are can be units themselves, without Coupling"
     )

@@ -8,8 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from redivider.train.engine import BackpropEngine
 from redivider.train.errors import TrainError
 from redivider.train.loop import Stopped, Training, train
 from redivider.train.recipe import Method, Recipe
+from redivider.train.recipes import get_recipe
 from redivider.train.run_folder import locked
 from redivider.train.runs import read_run
 
@@ -399,6 +401,30 @@ def test_the_record_does_not_depend_on_where_it_is_run(tmp_path, monkeypatch):
     record = json.loads((tmp_path / "run" / "recipe.json").read_text())
     assert record["data_folder"] == str(tmp_path / "words")
     assert record["device"] in ("cpu", "cuda")
+
+
+def test_a_finished_run_is_trained_further_in_few_bits(tmp_path, monkeypatch):
+    for folder, words in (("first", "one and two and three. "), ("then", "four or five or six? ")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "input.txt").write_text(words * 100)
+    monkeypatch.chdir(tmp_path)
+    options: dict[str, Any] = {"width": 8, "heads": 2, "depth": 2}
+    changes: Any = {"context": 8, "precision": "float32", "epochs": 0.5, "data_folder": "first"}
+    first = replace(get_recipe("gpt_nano-text"), model_options=options, **changes)
+    then = get_recipe("gpt_nano-text-finetune")
+    changes |= {"model_options": {**options, **then.model_options}, "data_folder": "then"}
+    then = replace(then, **changes)
+    with pytest.raises(ValueError, match=r"no file .*model\.safetensors to read weights from"):
+        train(then, "runs/none")
+    train(first, "runs/gpt_nano-text")
+    train(replace(then, lr=1e-12, weight_decay=0.0), "runs/still")
+    weights = [load_file(f"runs/{name}/model.safetensors") for name in ("gpt_nano-text", "still")]
+    for name, weight in weights[0].items():
+        assert torch.allclose(weights[1][name], weight, atol=1e-6)
+    for method in ("store", "compress"):
+        train(replace(then, method=method, lr=1e-2), f"runs/{method}")
+    exact, close = ([row["loss"] for row in rows(Path("runs", m))] for m in ("store", "compress"))
+    assert close == pytest.approx(exact, rel=0.01) and close[-1] != exact[-1]
 
 
 def test_checkpoints_come_by_the_minute(tmp_path, monkeypatch):

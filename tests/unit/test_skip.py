@@ -156,7 +156,7 @@ def test_nothing_else_is_taken_for_a_skip(kind, backward):
 
 
 def test_the_warning_says_what_to_do():
-    message = r"f, Block, adds its own input .* rd\.Compressed\(blocks\)"
+    message = r"f, Block, adds its own input .* give Coupling the branch alone"
     with pytest.warns(rd.SkipWarning, match=message):
         step(chain_of(Block))
 

@@ -7,7 +7,7 @@ frozen stems, `torch.autograd.grad`, hooks, DDP and FSDP2 work as with a plain m
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from redivider.replay.call import GraphRun
 from redivider.tree import tensors_of
 
 if TYPE_CHECKING:
-    from redivider.backward.offload import Offload
     from redivider.backward.overlap import Overlap
 
 
@@ -80,11 +79,15 @@ class KeptInput(Kept):
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         result, self._record = self._call.first_run(tensors, with_graph=self._with_graph)
-        outputs, self.spec = tree_flatten(result)
-        if not all(isinstance(output, Tensor) for output in outputs):
+        return self.split_output(result), tensors
+
+    def split_output(self, output: Any) -> Sequence[Tensor]:
+        """Return the tensors of an output, and remember how they make it up."""
+        tensors, self.spec = tree_flatten(output)
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
             kind = type(self._call.module).__name__
-            raise UnitError(f"{kind} must return tensors, got {type(result).__name__}")
-        return outputs, tensors
+            raise UnitError(f"{kind} must return tensors, got {type(output).__name__}")
+        return tensors
 
     def prepare(
         self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool
@@ -97,6 +100,13 @@ class KeptInput(Kept):
         return [None] * len(needs) if prepared is None else prepared.pull_back(grads)
 
 
+class Keeper(Protocol):
+    """Keeper of inputs of units elsewhere than in the graph."""
+
+    def make_kept(self, name: str, call: Call, *, with_graph: bool, num_inputs: int) -> KeptInput:
+        """Return the state of a module whose first tensors are its inputs."""
+
+
 def keep_input(
     name: str,
     module: nn.Module,
@@ -105,7 +115,7 @@ def keep_input(
     *,
     exact: bool,
     ahead: "Overlap | None" = None,
-    offload: "Offload | None" = None,
+    keeper: Keeper | None = None,
 ) -> Any:
     """Run a module so that it keeps its arguments and no graph.
 
@@ -116,14 +126,14 @@ def keep_input(
         kwargs: Its keywords.
         exact: Use the same kernels in both runs, so that they give the same bits.
         ahead: Scheduler that prepares units before their turn.
-        offload: Keeper of arguments on the host.
+        keeper: Keeper of arguments elsewhere than in the graph.
     """
     call, tensors = Call.split(module, args, kwargs)
-    if offload is None:
+    if keeper is None:
         kept = KeptInput(name, call, with_graph=exact)
     else:
         num_inputs = len(tensors_of(args))
-        kept = offload.make_kept(name, call, with_graph=exact, num_inputs=num_inputs)
+        kept = keeper.make_kept(name, call, with_graph=exact, num_inputs=num_inputs)
     kept.ahead = ahead
     return tree_unflatten(kept.apply(tensors), kept.spec)
 

@@ -83,26 +83,27 @@ def pack(rows: Tensor, bits: int) -> Tensor:
     """Pack rows of numbers below 2^bits, given as bytes.
 
     Bit `place` of byte `column` belongs to the value at place * size + column, where `size` is the
-    number of bytes: slices of a row are contiguous, so that no step copies.
+    number of bytes.
     """
     num, length = rows.shape
     size = -(-length // PER_BYTE)
     columns = F.pad(rows, (0, size * PER_BYTE - length)).view(num, PER_BYTE, size)
-    packed = torch.zeros(num, bits, size, dtype=torch.uint8, device=rows.device)
-    for bit in range(bits):
-        for place in range(PER_BYTE):
-            packed[:, bit] |= ((columns[:, place] >> bit) & 1) << place
-    return packed
+    places = _places(rows.device)
+    planes = [(((columns >> bit) & 1) << places).sum(1, dtype=torch.uint8) for bit in range(bits)]
+    return torch.stack(planes, 1)
 
 
 def unpack(packed: Tensor, length: int) -> Tensor:
     """Return rows of numbers that `pack` has packed, as bytes."""
-    num, bits, size = packed.shape
-    columns = torch.zeros(num, PER_BYTE, size, dtype=torch.uint8, device=packed.device)
-    for bit in range(bits):
-        for place in range(PER_BYTE):
-            columns[:, place] |= ((packed[:, bit] >> place) & 1) << bit
+    places = _places(packed.device)
+    columns = packed[:, :1] >> places & 1
+    for bit in range(1, packed.shape[1]):
+        columns |= (packed[:, bit : bit + 1] >> places & 1) << bit
     return columns.flatten(1)[:, :length]
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(PER_BYTE, dtype=torch.uint8, device=device)[:, None]
 
 
 def _find_kernels(x: Tensor, y: Tensor) -> Any:

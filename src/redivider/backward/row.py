@@ -28,7 +28,7 @@ from redivider.replay import Call, Record
 from redivider.replay.autocast import is_autocast_enabled
 
 if TYPE_CHECKING:
-    from redivider.backward.offload import Offload
+    from redivider.backward.node import Keeper
     from redivider.backward.overlap import Overlap
 
 
@@ -41,7 +41,7 @@ class Row:
         arithmetic: Arithmetic that adds the residuals.
         mailbox: Receiver of faults and drift from the device.
         ahead: Scheduler that prepares couplings before their turn, if there is one.
-        offload: Keeper of inputs on the host, if they go there.
+        keeper: Keeper of inputs elsewhere than in the graph, if there is one.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Row:
         arithmetic: Arithmetic,
         mailbox: Mailbox,
         ahead: "Overlap | None" = None,
-        offload: "Offload | None" = None,
+        keeper: "Keeper | None" = None,
     ) -> None:
         self.names = names
         self.ahead = ahead
-        self._offload = offload
+        self._keeper = keeper
         self.arithmetic = arithmetic
         self._keep = keep
         self._mailbox = mailbox
@@ -95,7 +95,7 @@ class Row:
             # The view sums f's gradients for `a` before the other stream's gradient is added. That
             # is the order in recovery, so both strategies are equal to the last bit.
             if self._keep == "input":
-                how: dict[str, Any] = {"ahead": self.ahead, "offload": self._offload}
+                how: dict[str, Any] = {"ahead": self.ahead, "keeper": self._keeper}
                 r = keep_input(name, coupling.f, (a,), side, exact=exact, **how)
             else:
                 r = coupling.residual(a.view_as(a), side)

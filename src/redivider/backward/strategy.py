@@ -4,6 +4,7 @@
     "store"                graph         graph         3
     "checkpoint"           input         input         4
     "offload"              input, in host memory       4, and copies beside them
+    "compress"             nothing       a few bits    4
     "reverse"              nothing       graph         4, junctions 3
     "reverse-checkpoint"   nothing       input         4
     "overlap"              nothing       graph         4, one of them beside the others
@@ -11,7 +12,7 @@
     "auto"                 nothing       graph         "reverse" or "overlap", whichever is faster
 
 Gomez et al. 2017 (RevNet) for reversal, Chen et al. 2016 for checkpoints; for the overlap see
-overlap.py, for the choice auto.py.
+overlap.py, for the choice auto.py, for few bits tape.py, for host memory offload.py.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch
 from redivider.tree import tensors_of
 
 if TYPE_CHECKING:
-    from redivider.backward.offload import Offload
+    from redivider.backward.node import Keeper
     from redivider.backward.overlap import Overlap
 
 Keep: TypeAlias = Literal["graph", "input", "nothing"]
@@ -36,6 +37,7 @@ class Strategy:
     junction: Keep
     overlaps: bool = False
     offloads: bool = False
+    compresses: bool = False
 
     @property
     def reverses(self) -> bool:
@@ -51,8 +53,12 @@ class Strategy:
 
         return Overlap(device)
 
-    def make_offload(self, x: Any) -> "Offload | None":
-        """Return what keeps inputs on the host, for a chain that runs on x on a GPU."""
+    def make_keeper(self, x: Any) -> "Keeper | None":
+        """Return what keeps inputs of units elsewhere than in the graph, for a chain's run on x."""
+        if self.compresses:
+            from redivider.backward.tape import Tapes
+
+            return Tapes()
         device = _gpu_of(x) if self.offloads else None
         if device is None:
             return None
@@ -77,6 +83,7 @@ STRATEGIES = {
     "store": STORE,
     "checkpoint": Strategy("input", "input"),
     "offload": Strategy("input", "input", offloads=True),
+    "compress": Strategy("nothing", "input", compresses=True),
     "reverse": Strategy("nothing", "graph"),
     "reverse-checkpoint": Strategy("nothing", "input"),
     "overlap": Strategy("nothing", "graph", overlaps=True),

@@ -1,6 +1,6 @@
-"""Tape: inputs of blocks that run again in the backward, compressed to a few bits a value.
+"""Tape: inputs of units that run again in the backward, compressed to a few bits a value.
 
-Blocks that follow each other have similar inputs. The tape knows one input y, and keeps what has
+Units that follow each other have similar inputs. The tape knows one input y, and keeps what has
 to be added to come to the next one:
 
     forward    x0       x1             x2             x3
@@ -9,19 +9,20 @@ to be added to come to the next one:
 
 Every code is the difference of an input and y, not of two inputs. So an error of one code is part
 of the next difference, and errors do not add up. The forward computes with x, and is that of the
-plain network; in the backward a block is run again at y.
+plain network; in the backward a unit is run again at y.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import Tensor
 
 from redivider.backward.node import KeptInput
 from redivider.backward.quantizer import Code, encode, move
 from redivider.replay import Call, GraphRun
+
+BITS = 2  # for a value, unless another number is asked for
 
 
 class Tape:
@@ -70,57 +71,57 @@ class Tape:
             self._position += 1
 
 
-def keep_on_tape(
-    tape: Tape, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run a block so that it keeps its first argument on a tape, and no graph.
+class Tapes:
+    """Tapes of one forward pass of a chain: one for the inputs of every shape."""
+
+    def __init__(self) -> None:
+        self._tapes: dict[Any, Tape] = {}
+
+    def make_kept(self, name: str, call: Call, *, with_graph: bool, num_inputs: int) -> KeptInput:
+        """Return the state of a module, whose input goes to a tape if it is one tensor."""
+        if num_inputs != 1:
+            return KeptInput(name, call, with_graph=with_graph)
+        return KeptOnTape(self._tape_for, name, call, with_graph=with_graph)
+
+    def _tape_for(self, x: Tensor) -> Tape | None:
+        if not x.is_floating_point():  # such as tokens
+            return None
+        return self._tapes.setdefault(_kind(x), Tape(BITS, x))
+
+
+class KeptOnTape(KeptInput):
+    """State of a module whose first tensor goes to a tape.
 
     Args:
-        tape: The tape.
-        name: Name of the block, for errors.
-        block: The block.
-        args: Its arguments.
-        kwargs: Its keywords.
+        choose: Function that returns the tape for a tensor, or None to keep it as it is.
+        name: Name of the module, for errors.
+        call: Its call.
+        with_graph: Build a graph in the first run, too.
     """
-    call, tensors = Call.split(block, args, kwargs)
-    kept = _KeptOnTape(tape, name, call)
-    return kept.merge(kept.apply(tensors))
 
-
-class _KeptOnTape(KeptInput):
-    """State of a block whose first tensor is on a tape."""
-
-    def __init__(self, tape: Tape, name: str, call: Call) -> None:
-        # With the graph of the first run, gradients of what a block keeps inside are noticed.
-        super().__init__(name, call, with_graph=True)
-        self._tape = tape
+    def __init__(
+        self, choose: Callable[[Tensor], Tape | None], name: str, call: Call, *, with_graph: bool
+    ) -> None:
+        super().__init__(name, call, with_graph=with_graph)
+        self._choose = choose
+        self._tape: Tape | None = None
         self._position: int
-        self._leaves: list[Any]  # of the block's output, with None in the places of tensors
-        self._is_tensor: list[bool]
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        if any(tensor.requires_grad for tensor in tensors):  # else there is no backward
+            self._tape = self._choose(tensors[0])
+        if self._tape is None:
+            return super().forward(tensors)
         self._position = self._tape.append(tensors[0])
-        output, self._record = self._call.first_run(tensors, with_graph=True)
-        leaves, self.spec = tree_flatten(output)
-        self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)], tensors[1:]
-
-    def merge(self, outputs: Sequence[Tensor]) -> Any:
-        """Return the block's output, made of the tensors that autograd has seen."""
-        following = iter(outputs)
-        leaves = [
-            next(following) if is_tensor else leaf
-            for is_tensor, leaf in zip(self._is_tensor, self._leaves, strict=True)
-        ]
-        return tree_unflatten(leaves, self.spec)
+        outputs, saved = super().forward(tensors)
+        return outputs, saved[1:]
 
     def prepare(
         self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool
     ) -> GraphRun | None:
-        if not flows:
-            return None
-        return super().prepare([self._tape.read(self._position), *saved], needs, flows=True)
+        if flows and self._tape is not None:
+            saved = [self._tape.read(self._position), *saved]
+        return super().prepare(saved, needs, flows=flows)
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

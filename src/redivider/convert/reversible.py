@@ -6,29 +6,32 @@ of a few bits a value, and the backward walks the tape back. Parameters, buffers
 of `state_dict` stay as they are.
 """
 
-from collections.abc import Callable
-from functools import cache, wraps
+from collections.abc import Callable, Sequence
+from functools import cache, partial, wraps
 from inspect import signature
 from typing import Any, TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from redivider._torch_private import compiled_call, remove_forward_pre_hook
 from redivider.backward.quantizer import MAX_BITS
-from redivider.backward.tape import Tape, keep_on_tape
+from redivider.backward.tape import BITS, KeptOnTape, Tape
 from redivider.compile import compile_units
 from redivider.convert.blocks import find_blocks
 from redivider.errors import UnitError, naming
+from redivider.replay import Call
 from redivider.tree import tensors_of
 
 Model = TypeVar("Model", bound=nn.Module)
 PLACE = "_redivider_place"  # attribute of a block: its row, and its index there
 ENABLE = "gradient_checkpointing_enable"
+_TENSOR = object()  # marks the place of a tensor in an output
 
 
-def make_reversible(model: Model, bits: int = 2, blocks: str | None = None) -> Model:
+def make_reversible(model: Model, bits: int = BITS, blocks: str | None = None) -> Model:
     """Train the blocks of a network in little memory, and leave the network as it is; return it.
 
         model = rd.make_reversible(AutoModelForCausalLM.from_pretrained("gpt2"))
@@ -135,8 +138,9 @@ class _Row:
                 t.requires_grad for t in (*plain.parameters(), *tensors_of((x, args, kwargs)))
             ):
                 return plain(x, *args, **kwargs)
-            tape = self._tape_for(index, x)
-            return keep_on_tape(tape, self._names[index], plain, (x, *args), kwargs)
+            call, tensors = Call.split(plain, (x, *args), kwargs)
+            kept = _KeptBlock(partial(self._tape_for, index), self._names[index], call)
+            return kept.merge(kept.apply(tensors))
 
     def _tape_for(self, index: int, x: Tensor) -> Tape:
         """Return the tape of this forward pass; a new one at its first block.
@@ -155,6 +159,26 @@ class _Row:
             tape = Tape(self._bits, x)
             self._tapes[place] = [ref(tape)]
         return tape
+
+
+class _KeptBlock(KeptOnTape):
+    """State of a block, whose output may have other things in it than tensors."""
+
+    def __init__(self, choose: Callable[[Tensor], Tape], name: str, call: Call) -> None:
+        # With the graph of the first run, gradients of what a block keeps inside are noticed.
+        super().__init__(choose, name, call, with_graph=True)
+        self._leaves: list[Any]  # of the output, without its tensors
+
+    def split_output(self, output: Any) -> Sequence[Tensor]:
+        leaves, self.spec = tree_flatten(output)
+        self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def merge(self, outputs: Sequence[Tensor]) -> Any:
+        """Return the block's output, made of the tensors that autograd has seen."""
+        following = iter(outputs)
+        leaves = [next(following) if leaf is _TENSOR else leaf for leaf in self._leaves]
+        return tree_unflatten(leaves, self.spec)
 
 
 class _Plain(nn.Module):

@@ -71,6 +71,8 @@ def _read(weights: Weights) -> Mapping[str, Tensor]:
     state: Any = weights
     if isinstance(weights, str | PathLike):
         path = Path(weights)
+        if not path.is_file():
+            raise OptionError(f"there is no file {path} to read weights from")
         if path.suffix == ".safetensors":
             state = require("safetensors.torch", f"reading {path.name}", "checkpoint").load_file(
                 path

@@ -14,7 +14,14 @@ from redivider.errors import did_you_mean
 from redivider.train.errors import TrainError
 
 Backprop = Literal[
-    "store", "checkpoint", "offload", "reverse", "reverse-checkpoint", "overlap", "auto"
+    "store",
+    "checkpoint",
+    "offload",
+    "compress",
+    "reverse",
+    "reverse-checkpoint",
+    "overlap",
+    "auto",
 ]
 Decoupled = Literal[
     "petra", "dsp", "delayed", "delayed-graph", "exact-inverse", "approximate-input"
@@ -48,7 +55,7 @@ class Recipe:
     tokens: int | Literal["bytes"] = "bytes"
     """bytes, or the size of a byte-pair vocabulary."""
     method: Method = "reverse"
-    """Method that computes gradients: the first six are backprop, the others pipelines."""
+    """Method that computes gradients: the first eight are backprop, the others pipelines."""
     stages: int | tuple[int, ...] | Literal["auto"] = "auto"
     """Number of pipeline stages, or their sizes; auto is one per unit, or one per process."""
     replicas: int = 1

@@ -28,7 +28,7 @@ def made(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(Offload, "_make_lanes", lambda self: Recorded())
-    monkeypatch.setattr(Strategy, "make_offload", make)
+    monkeypatch.setattr(Strategy, "make_keeper", make)
     return made
 
 

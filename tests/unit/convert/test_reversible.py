@@ -295,18 +295,19 @@ def test_blocks_by_name():
     assert type(model["b"].layers[0]).__name__ == "Block"
 
 
-def test_a_unit_of_a_chain():
+def test_units_of_a_chain():
     def blocks():
         torch.manual_seed(0)
         return [nn.Linear(4, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 3)]
 
-    stem, *body, head = blocks()
-    chain = rd.Chain([stem, rd.Compressed(body, takes=("scale",)), head])
+    chain = rd.Chain(blocks(), backward="compress")
     reference: Any = nn.Sequential(*blocks())
+    for unit in chain[1:-1]:
+        unit.takes = ("scale",)
     for block in reference[1:-1]:
         block.forward = partial(block.forward, scale=0.5)
     plain = copy.deepcopy(reference)
-    follow(reference[1:-1], 2)
+    follow(reference[1:], 2)
     torch.manual_seed(5)
     weigh(chain(inputs(), scale=0.5)).backward()
     theirs = train(reference)

@@ -198,7 +198,7 @@ def test_what_is_no_state_dict_is_refused(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(ValueError, match=r"the path of one \(.pt or .safetensors\), got list"):
         rd.create_model("vit_tiny", weights=tmp_path / "list.pt", **SMALL)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match="there is no file"):
         rd.create_model("vit_tiny", weights=tmp_path / "none.pt", **SMALL)
     with pytest.raises(ValueError, match="the meta device has no memory for weights"):
         rd.create_model("vit_tiny", weights={}, device="meta", **SMALL)

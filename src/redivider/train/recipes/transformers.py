@@ -1,5 +1,6 @@
 """Transformers, reversible and plain, on CIFAR-10 and text."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,19 @@ def text(model: str, context: int, microbatch: int, lr: float, **options: Any) -
     )
 
 
+def finetune(model: str, context: int, microbatch: int) -> Recipe:
+    """Return a recipe that trains a finished run of `text` further, on another text."""
+    recipe = text(model, context, microbatch, 1e-4)
+    return replace(
+        recipe,
+        name=f"{model}-text-finetune",
+        model_options={"weights": f"runs/{recipe.name}/model.safetensors"},
+        method="compress",
+        epochs=1,
+        warmup=0.05,
+    )
+
+
 SWIN: dict[str, Any] = {"depths": (2, 6, 2), "patch_size": 2, "window": 4}  # maps of 16, 8, 4
 MVIT: dict[str, Any] = {"depths": (1, 4, 2), "patch_size": 2, "pool": 2}
 ROBERTA = {"width": 384, "depth": 6, "heads": 6}  # the size of GPT nano
@@ -67,6 +81,8 @@ RECIPES = [
     partial(text, "rev_gpt_nano", 256, 16, 1e-3),
     partial(text, "gpt_small", 1024, 8, 3e-4),
     partial(text, "rev_gpt_small", 1024, 8, 3e-4),
+    partial(finetune, "gpt_nano", 256, 16),
+    partial(finetune, "gpt_small", 1024, 8),
     partial(text, "roberta_base", 256, 16, 1e-3, **ROBERTA),
     partial(text, "rev_roberta_base", 256, 16, 1e-3, **ROBERTA),
 ]
