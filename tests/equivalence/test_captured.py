@@ -101,10 +101,11 @@ def test_methods_and_optimizers(method, optimizer):
         (5, 2, {"lookahead": "lead"}),
         (5, 2, {"lookahead": True, "optimizer": "adamw", "method": "dsp", "clip_norm": 0.1}),
         (3, 3, {"lr_by_delay": True}),
+        (5, 2, {"message_dtype": torch.int8, "latency": 0.5}),
     ],
     ids=str,
 )
-def test_clipping_look_ahead_and_rates(stages, accumulate, options):
+def test_clipping_look_ahead_rates_and_packed_messages(stages, accumulate, options):
     pipes = [
         build(CUTS[stages], accumulate=accumulate, recorded=recorded, **options)
         for recorded in (True, False)

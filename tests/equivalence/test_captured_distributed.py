@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from support.processes import ordered
 from support.processes.cases import batch, equal, finish, model, options, run
 from support.processes.equalities import NUM_CAPTURED, compare_captured, fused_sgd
@@ -21,6 +22,7 @@ def test_two_processes(backend, tmp_path):
         *([{"accumulate": 2, "latency": 2}] if backend == "gloo" else []),
         {"latency": 0.5, "stages": 5},
         {"stages": [2, 7]},  # the mask travels
+        {"message_dtype": torch.int8, "latency": 1.5, "accumulate": 2},
     ]
     compare_captured(settings, 2, backend, tmp_path)
 

@@ -157,6 +157,8 @@ def test_compiled():
         {"latency": 0.5},
         {"latency": 1.5, "lookahead": True},
         {"latency": 0.5, "clip_norm": 0.2, "clip_over": "all"},
+        {"message_dtype": torch.int8, "latency": 0.5},
+        {"message_dtype": torch.bfloat16},
     ],
     ids=str,
 )

@@ -155,6 +155,8 @@ def test_captured_ticks(backend, tmp_path):
         {"latency": 0.5, "accumulate": 2},
         {"latency": 2, "stages": 5, "clip_norm": 0.05, "clip_over": "all"},
         {"latency": [0.5, 1, 1.5], "stages": 4, "lookahead": True, "share_loss": True},
+        {"latency": 0.5, "message_dtype": torch.int8},
+        {"latency": 2, "message_dtype": torch.bfloat16, "accumulate": 2},
     ]
     equalities.compare_captured(settings, 3, backend, tmp_path)
 

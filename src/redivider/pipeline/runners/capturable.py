@@ -25,8 +25,6 @@ def reason_against(pipe: "Pipeline") -> str | None:
         return "a stream that leaves its grid must stop the pipeline at once"
     if pipe.num_replicas > 1:
         return "replicas average their gradients"
-    if pipe.packing.dtype is not None:
-        return "messages are packed"
     for stage in pipe.stages:
         for param in stage.module.parameters():
             # A captured tick reads its learning rates from a tensor on the device.

@@ -2,7 +2,8 @@
 
 Over backends that match by order, messages of a neighbour arrive in the memory from which graphs
 read them, a phase after the other (`Incoming.rotate`). Over gloo they are copied there: they pass
-through memory of the host, or their receives are posted far ahead.
+through memory of the host, or their receives are posted far ahead. So are messages that are packed:
+they arrive in other memory than they are read from.
 """
 
 from functools import partial
@@ -89,7 +90,8 @@ class CapturedMail(CapturedMessages):
         self, source: Source, entering: Message, num_phases: int, device: torch.device
     ) -> None:
         """Allocate memory for the messages of a neighbour."""
-        direction, arrives_there = source[0], self._transport.matches_by_order
+        direction = source[0]
+        arrives_there = self._transport.matches_by_order and not self._mail.is_packed
         zeros = partial(map_tensors, partial(torch.zeros_like, device=device))
         oldest = min(self._transport.contexts())  # side inputs of later ones may not have come yet
         messages, rotation = [], []

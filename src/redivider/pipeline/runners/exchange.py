@@ -49,6 +49,8 @@ class Mail:
     ) -> None:
         self._team, self._device = team, device
         self._own, self._schedule = own, schedule
+        self.is_packed = packing.dtype is not None
+        """Whether messages travel in another form than they are read in."""
         self._post = post = Post(team)
         self._incoming: dict[Direction, Incoming] = {}
         self._outgoing: dict[Direction, Outgoing] = {}
