@@ -2,13 +2,14 @@
 
     python benchmarks/reversible-finetune/llama.py --out llama.jsonl
 
-Llama 3.2 1B of transformers with random weights in bf16, and a head in chunks. Peaks of three small
+Llama 3.2 1B of transformers with random weights in bf16, and a head in chunks. Peaks of two small
 steps are extrapolated; the batch is confirmed by a step, the context where `--confirm` asks for it.
 """
 
 import argparse
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -115,7 +116,7 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
     row["batches"] = fits = {size: cell for size, cell in cells.items() if cell is not None}
     batch = extrapolate(limit, fits)
     while batch and (best := trials.run(batch, args.context)) is None:
-        batch -= max(1, batch // 50)
+        batch -= max(1, batch // 25)
     row["largest"] = {"batch": batch, **(best or {})}
     print(json.dumps(row), flush=True)
     cells = {context: trials.run(1, context) for context in args.contexts}
@@ -125,7 +126,7 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
     while method in args.confirm and not row["longest"]["is_confirmed"]:
         result = trials.run(1, context)
         row["longest"] = {"context": context, "is_confirmed": result is not None, **(result or {})}
-        context -= context // 50
+        context -= context // 25
     print(json.dumps(row), flush=True)
     return row
 
@@ -146,11 +147,13 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--confirm", nargs="*", default=["store"])
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[32768, 65536])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    # Else free memory between blocks of other sizes decides what fits.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     for method in args.methods:
         process = multiprocessing.get_context("spawn").Process(target=write, args=(method, args))
         process.start()

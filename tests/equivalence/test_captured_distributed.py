@@ -47,6 +47,23 @@ def test_one_process_of_three_alone_captures_and_a_flush_comes_between(backend, 
     compare_captured([{"latency": 0.5}], 3, backend, tmp_path, ranks=(1,), flushes=True)
 
 
+@pytest.mark.parametrize(
+    "backend, changes",
+    [
+        ("gloo", {"accumulate": 2, "latency": 0.5, "stages": 3}),
+        ("rendezvous", {"accumulate": 3, "clip_norm": 0.05, "clip_over": "all"}),
+    ],
+)
+def test_replicas(backend, changes, tmp_path):
+    compare_captured([{"replicas": 2, **changes}], 4, backend, tmp_path)
+
+
+def test_a_replica_that_captures_and_one_that_does_not(tmp_path):
+    """Each is a whole pipeline in one process."""
+    settings = [{"replicas": 2, "stages": 3, "accumulate": 2}]
+    compare_captured(settings, 2, "gloo", tmp_path, ranks=(1,))
+
+
 def reuse_inputs(rank):
     """Return the weights of two runs; in one of them the caller overwrites inputs after a step."""
     results = []

@@ -161,6 +161,15 @@ def test_captured_ticks(backend, tmp_path):
     equalities.compare_captured(settings, 3, backend, tmp_path)
 
 
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_captured_ticks_of_replicas(backend, tmp_path):
+    settings = [
+        {"replicas": 2, "latency": 0.5, "accumulate": 2},
+        {"replicas": 2, "stages": 3, "clip_norm": 0.05, "clip_over": "all"},
+    ]
+    equalities.compare_captured(settings, 4, backend, tmp_path)
+
+
 def captured_large_messages(rank):
     """Train with messages that are sent from the memory of a graph, without a copy."""
     results = []

@@ -30,7 +30,6 @@ from redivider.pipeline.stages.message import Flow
 from redivider.pipeline.stages.placement import units_of_stages
 from redivider.pipeline.tick import Tick
 from redivider.replay.random import mix_seeds
-from redivider.replay.statistics import counting_layers
 from redivider.tree import map_tensors
 
 
@@ -102,7 +101,6 @@ class DistributedPipeline(Pipeline):
             self._verify_agreement()
             for stage in self.stages:
                 team.spread([*stage.module.parameters(), *stage.module.buffers()])
-                stage.average = self._average if team.num_columns > 1 else None
 
     def step(self, x: Any = None, target: Any = None, /, **side: Any) -> Tick:
         """Run one tick; inputs are needed on the first rank, targets on the last one.
@@ -271,24 +269,6 @@ class DistributedPipeline(Pipeline):
 
     def _guarding(self) -> AbstractContextManager[None]:
         return self._team.guarding()
-
-    @torch.no_grad()
-    def _average(self, module: nn.Module) -> None:
-        """Average gradients and running statistics over the replicas of a stage.
-
-        A parameter that one replica has not used has a gradient of zero there.
-        """
-        trained = [param for param in module.parameters() if param.requires_grad]
-        is_used = [float(param.grad is not None) for param in trained]
-        used = torch.tensor(is_used, device=self._device)
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        layers = counting_layers(list(module.modules()))
-        names = ("running_mean", "running_var")
-        running = [layer.get_buffer(name) for layer in layers for name in names]
-        self._team.average([used, *grads, *running])
-        if not all(is_used):  # reading `used` waits for the GPU
-            for parameter, grad, part in zip(trained, grads, used.tolist(), strict=True):
-                parameter.grad = grad if part else None
 
 
 def _resolve_device(units: dict[str, nn.Module], device: torch.device | str | None) -> torch.device:

@@ -429,6 +429,7 @@ class Pipeline:
 
     def _update(self, stages: Sequence[Stage], norms: Sequence[Tensor]) -> None:
         """Update stages; `norms` are those of the gradients of all stages."""
+        self._tick_transport.average(stages)
         for stage in stages:
             others = [norm for j, norm in enumerate(norms) if j != stage.index]
             with self._tick_context.lane("U", stage.index):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -302,7 +303,14 @@ def run_both_ways(rank, settings, ranks, flushes):
         captured.NUM_PHASES = 1  # as few as possible: memory is used again as soon as it may be
     results = []
     for changes in settings:
-        ends = []
+        ends, column = [], 0
+        if "replicas" in changes:
+            changes = dict(changes)
+            num_columns = changes.pop("replicas")
+            num_places = dist.get_world_size() // num_columns
+            column, shape = rank // num_places, (num_columns, num_places)
+            names = ("data", "stage")
+            changes["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for is_captured in (False, rank in ranks):
             units = list(model(dropout=0.0 if on_host else 0.3, norm=False))  # a tape has no seeds
             units[7] = nn.BatchNorm1d(16).to(cases.DEVICE)
@@ -310,20 +318,20 @@ def run_both_ways(rank, settings, ranks, flushes):
             pipe = rd.DistributedPipeline(rd.Chain(units), **keywords)
             if is_captured and on_host:
                 pipe.execution = CapturedRunner(pipe, Tape)
-            losses = run(pipe, 0, NUM_CAPTURED)
+            losses = run(pipe, 0, NUM_CAPTURED, column)
             assert pipe.execution.is_active == is_captured, changes
             if flushes:
                 losses += [(tick.microbatch, tick.loss) for tick in pipe.flush()]
-                losses += run(pipe, NUM_CAPTURED, 2 * NUM_CAPTURED)
+                losses += run(pipe, NUM_CAPTURED, 2 * NUM_CAPTURED, column)
                 assert pipe.execution.is_active == is_captured, changes
             num = NUM_CAPTURED * (1 + flushes)
             state = pipe.state_dict()
             for stage in state["stages"].values():
                 del stage["groups"]  # rates are numbers, or tensors
-            losses += run(pipe, num, num + 5)
+            losses += run(pipe, num, num + 5, column)
             x, _, mask = batch(99)
             output = pipe.evaluate(x, mask=mask)
-            losses += run(pipe, num + 5, num + NUM_AFTER)
+            losses += run(pipe, num + 5, num + NUM_AFTER, column)
             assert pipe.execution.is_active == is_captured, changes
             losses += finish(pipe)
             assert pipe.transport.is_empty
@@ -345,7 +353,8 @@ def compare_captured(settings, world_size, backend, tmp_path, *, ranks=range(9),
     for rank, ends in enumerate(results):
         for changes, (eager, replayed) in zip(settings, ends, strict=True):
             assert equal(eager[1], replayed[1]), (changes, rank)
-            has_loss = rank == world_size - 1 or changes.get("share_loss")
+            num_places = world_size // changes.get("replicas", 1)
+            has_loss = (rank + 1) % num_places == 0 or changes.get("share_loss")
             num = NUM_CAPTURED * (1 + flushes) + NUM_AFTER if has_loss else 0
             assert len(eager[0]) == len(replayed[0]) == num
             for one, other in zip(*map(tensors_of, (eager, replayed)), strict=True):

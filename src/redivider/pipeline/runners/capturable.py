@@ -23,8 +23,6 @@ def reason_against(pipe: "Pipeline") -> str | None:
         return f"{pipe.method.name} keeps old weights, whose number changes"
     if pipe.arithmetic.exact:
         return "a stream that leaves its grid must stop the pipeline at once"
-    if pipe.num_replicas > 1:
-        return "replicas average their gradients"
     for stage in pipe.stages:
         for param in stage.module.parameters():
             # A captured tick reads its learning rates from a tensor on the device.

@@ -359,6 +359,7 @@ class CapturedRunner(Execution):
                 self._messages.send(direction, data)
             if part.group is not None:
                 transport.exchange(t, part.group)
+            transport.average_shares(part.averaged)
         # The host counts what the graph has done.
         flight.tick += 1
         for stage in pipe.stages:
@@ -411,7 +412,13 @@ class CapturedRunner(Execution):
         optimizers = [stage.optimizer for stage in pipe.stages if stage.optimizer is not None]
         pipe._tick_context, context = self._recording, pipe._tick_context
         pipe._tick_transport = self._recorded = RecordedTransport(
-            pipe.in_flight, pipe.packing, pipe._own, self._recording, self._messages, self._norms
+            pipe.in_flight,
+            pipe.packing,
+            pipe._own,
+            self._recording,
+            self._messages,
+            self._norms,
+            has_replicas=pipe.transport.has_replicas,
         )
         try:
             yield

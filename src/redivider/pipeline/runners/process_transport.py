@@ -13,6 +13,7 @@ from torch import Tensor
 from redivider.pipeline.runners.captured_mail import CapturedMail
 from redivider.pipeline.runners.exchange import Mail
 from redivider.pipeline.runners.in_flight import InFlight
+from redivider.pipeline.runners.replicas import Shares
 from redivider.pipeline.runners.topology import Team
 from redivider.pipeline.runners.transport import Transport
 from redivider.pipeline.schedule import Direction, Leg
@@ -53,6 +54,7 @@ class BetweenProcesses(Transport):
         self._share_loss, self.shares_norms = share_loss, share_norms
         self.mail = Mail(team, own, in_flight.schedule, packing, device)
         self.matches_by_order = team.batches
+        self.has_replicas = team.num_columns > 1
         self.max_leaving = self.mail.max_leaving
         self._contexts: dict[int, tuple[dict[str, Any], Autocast]] = {}
         self._future_targets: dict[int, Any] = {}  # of micro-batches on their way to the last rank
@@ -112,6 +114,15 @@ class BetweenProcesses(Transport):
 
     def exchange(self, t: int, group: int) -> None:
         self.mail.exchange(t, group, self.in_flight.entered)
+
+    def average(self, stages: Sequence[Stage]) -> None:
+        if self.has_replicas:
+            for stage in stages:
+                Shares(stage.module).average(self._team)
+
+    def average_shares(self, shares: Sequence[Shares]) -> None:
+        for share in shares:
+            share.average(self._team)
 
     def drain(self) -> None:
         """Receive all messages in flight, so that inboxes hold what they hold in one process."""

@@ -6,7 +6,8 @@ leave it are packed by the graph, and sent from its memory:
 
     bring | replay actions | send, exchange | replay updates | bring | ...
 
-In one process nothing leaves, and a tick has one part.
+Replicas average their gradients before updates, between two parts as well. In one process nothing
+leaves, and a tick has one part.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from redivider.pipeline.runners.captured_messages import CapturedMessages, Sourc
 from redivider.pipeline.runners.cuda_graphs import Replay
 from redivider.pipeline.runners.in_flight import InFlight
 from redivider.pipeline.runners.recording import Recording
+from redivider.pipeline.runners.replicas import Shares
 from redivider.pipeline.runners.transport import TickTransport
 from redivider.pipeline.schedule import Direction
 from redivider.pipeline.stages.compression import Packing
@@ -38,6 +40,8 @@ class Part:
     """Messages that leave the process after it, as they travel."""
     group: int | None = None
     """Group of actions that it ends, after which processes exchange messages."""
+    averaged: list[Shares] = field(default_factory=list)
+    """What replicas average after it."""
 
 
 class RecordedTransport(TickTransport):
@@ -50,6 +54,7 @@ class RecordedTransport(TickTransport):
         recording: Context of the tick.
         messages: Messages that come into the process, and those that leave it.
         norms: Fixed memory of the gradient norms of all stages, where processes exchange them.
+        has_replicas: Whether other processes train the same stages.
     """
 
     def __init__(
@@ -60,8 +65,11 @@ class RecordedTransport(TickTransport):
         recording: Recording,
         messages: CapturedMessages,
         norms: Tensor,
+        *,
+        has_replicas: bool,
     ) -> None:
         super().__init__(in_flight, packing, own)
+        self._has_replicas = has_replicas
         self._recording, self._messages, self._norms = recording, messages, norms
         self._parts: list[Part] = []
         self._part = Part()
@@ -90,6 +98,19 @@ class RecordedTransport(TickTransport):
         if self.is_spread:
             self._part.group = group
             self._end_part()
+
+    def average(self, stages: Sequence[Stage]) -> None:
+        if not (self._has_replicas and stages):
+            return
+        for stage in stages:
+            shares = Shares(stage.module)
+            if not shares.are_complete:
+                raise RuntimeError(
+                    f"a parameter of stage {stage.index} has no gradient, and may have one in "
+                    "another replica"
+                )
+            self._part.averaged.append(shares)
+        self._end_part()
 
     def norms(self, stages: Sequence[Stage]) -> list[Tensor]:
         return list(self._norms) if self.is_spread else [stage.norm for stage in stages]

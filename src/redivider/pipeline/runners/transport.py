@@ -6,6 +6,7 @@ A tick calls it in this order, whatever moves the messages:
     begin_tick
       fetch, run a stage, deliver     for every action of a group
       exchange                        after the group; then stages compute what is not sent
+      average                         gradients over replicas, before the updates
     share                             the loss, after the tick
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from redivider.pipeline.runners.captured_messages import CapturedMessages, Source
 from redivider.pipeline.runners.in_flight import InFlight
+from redivider.pipeline.runners.replicas import Shares
 from redivider.pipeline.schedule import Direction
 from redivider.pipeline.stages.compression import Packing
 from redivider.pipeline.stages.message import Flow, Message
@@ -82,6 +84,10 @@ class TickTransport(ABC):
         """Exchange the messages of a group of actions of tick t, before the updates."""
 
     @abstractmethod
+    def average(self, stages: Sequence[Stage]) -> None:
+        """Average what replicas of stages share, before these are updated."""
+
+    @abstractmethod
     def share(self, tick: Tick, t: int) -> Tick:
         """Return the result of tick t as this process reports it."""
 
@@ -98,6 +104,11 @@ class Transport(TickTransport):
     """Messages to other processes that may be on their way, at most."""
     shares_norms = False
     """Whether processes exchange gradient norms in every tick."""
+    has_replicas = False
+    """Whether other processes train the same stages."""
+
+    def average_shares(self, shares: Sequence[Shares]) -> None:
+        """Average what replicas share, of which a recorded tick has noted where it lies."""
 
     @abstractmethod
     def enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> Message | None:
@@ -151,6 +162,9 @@ class InProcess(Transport):
         pass
 
     def exchange(self, t: int, group: int) -> None:
+        pass
+
+    def average(self, stages: Sequence[Stage]) -> None:
         pass
 
     def share(self, tick: Tick, t: int) -> Tick:

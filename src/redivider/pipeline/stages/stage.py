@@ -64,8 +64,6 @@ class Stage:
         self.norm = torch.zeros((), dtype=dtype, device=parameters[0].device)
         """Norm of the gradient at the last update, before clipping."""
         self.compiled_update: CompiledUpdate | None = None
-        self.average: Callable[[nn.Module], None] | None = None
-        """Function that averages gradients and running statistics over replicas, if any."""
         self.ahead: Ahead | None = None
         """Predictor of the weights; None without look-ahead."""
         self.accumulate = 1
@@ -149,8 +147,6 @@ class Stage:
             clip: Largest norm of the gradient; None for no clipping.
             other_norms: Norms of the other stages' gradients at their last updates.
         """
-        if self.average is not None:
-            self.average(self.module)
         trained = [param for group in self.groups for param in group["params"]]
         grads = [param.grad for param in trained if param.grad is not None]
         if self.optimizer is None and any(p.grad is not None for p in self.module.parameters()):
