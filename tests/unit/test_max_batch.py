@@ -88,17 +88,31 @@ def test_the_state_of_an_optimizer_counts():
     assert rd.find_max_batch(model, support.make_batch, step=step, memory=2**20) < plain
 
 
-def test_a_larger_size_is_precise_enough():
+@pytest.mark.parametrize(
+    "peak, num",
+    [
+        (lambda size: 7 + size, 8),  # as it should be
+        (lambda size: max(500, size), 10),  # small sizes have another peak
+        (lambda size: 0.8 * size, 10),  # the device needs more than was counted
+        (lambda size: size**1.5 / 1000**0.5, 12),
+        (lambda size: 0, 20),
+    ],
+)
+def test_few_sizes_are_tried(peak, num):
     class Trials:
-        seen: list[int] = []  # noqa: RUF012
+        limit, peaks, seen = 1007.0, dict[int, float](), list[int]()
 
         def fits(self, size):
             self.seen.append(size)
+            if size <= 1000:
+                self.peaks[size] = peak(size)
             return size <= 1000
 
     trials: Any = Trials()
+    trials.peaks, trials.seen = {}, []
     assert 1000 - 1000 // 64 <= _search(trials) <= 1000
-    assert len(trials.seen) < 20
+    assert len(trials.seen) <= num
+    assert max(trials.seen) <= 8000
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import gc
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -110,28 +110,37 @@ class _Trials:
         model, self._make_batch, self._step, device = torch.load(job, weights_only=False)
         self._model = model.to(device) if isinstance(model, nn.Module) else model()
         self._device = next((param.device for param in self._model.parameters()), device)
+        self.limit: float
+        """Bytes to stay within."""
+        self.peaks: dict[int, float] = {}
+        """Peaks in bytes, by the sizes that fit."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             taken = torch.cuda.memory_reserved(self._device)  # by the weights, which count
-            limit = (1 - headroom) * min(free + taken, memory or total)
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self._device)
+            self.limit = (1 - headroom) * min(free + taken, memory or total)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit / total), self._device)
         elif memory is None:
             raise ValueError("on the CPU, say how much memory there is: memory=8 * 2**30")
         else:
             weights = [*self._model.parameters(), *self._model.buffers()]
-            self._limit = (1 - headroom) * memory - sum(weight.nbytes for weight in weights)
+            self.limit = (1 - headroom) * memory - sum(weight.nbytes for weight in weights)
 
     def fits(self, size: int) -> bool:
         """Return whether training steps of a size fit."""
         try:
             is_cuda = self._device.type == "cuda"
-            with torch.enable_grad() if is_cuda else _Limited(self._limit):
+            if is_cuda:
+                torch.cuda.reset_peak_memory_stats(self._device)
+            counter = nullcontext() if is_cuda else _Limited(self.limit)
+            with counter as live, torch.enable_grad():
                 for _ in range(NUM_STEPS):
                     batch = map_tensors(lambda t: t.to(self._device), self._make_batch(size))
                     self._step(self._model, batch)
                     del batch
             if is_cuda:
                 torch.cuda.synchronize(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device) if live is None else live.peak
+            self.peaks[size] = peak
             return True
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not is_short_of_memory(error):
@@ -144,17 +153,39 @@ class _Trials:
                 torch.cuda.empty_cache()
 
 
+def guess_size(peaks: dict[int, float], limit: float, good: int, bad: int) -> int:
+    """Return a size to try next, between one that fits and one that does not.
+
+    Peaks grow by about the same for every sample. Those of small sizes may have another cause, so
+    that a guess is not larger than eight times what fits.
+
+    Args:
+        peaks: Peaks in bytes, by the sizes that fit.
+        limit: Bytes to stay within.
+        good: Largest size that fits.
+        bad: Smallest size that does not.
+    """
+    (a, first), (b, second) = [(0, 0.0), *sorted(peaks.items())][-2:]
+    per_sample = max((second - first) / (b - a), limit / MOST)
+    size = int(b + (limit - second) / per_sample)
+    if size >= bad:  # peaks are not all that a device needs
+        size = bad - max(1, (bad - good) // 4)
+    return max(good + 1, min(size, 8 * good))
+
+
 def _search(trials: _Trials) -> int:
-    """Double until a size does not fit, then bisect."""
+    """Guess sizes by the peaks of those that fit, until the answer is precise."""
     try:
-        good, bad = (1, 2) if trials.fits(1) else (0, 1)
+        good, bad = (1, MOST + 1) if trials.fits(1) else (0, 1)
     except Exception:  # batch norms need two samples
-        good, bad = (2, 4) if trials.fits(2) else (0, 1)
-    while good and bad <= MOST and trials.fits(bad):
-        good, bad = bad, 2 * bad
-    while bad <= MOST and bad - good > max(1, good // PRECISION):
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if trials.fits(middle) else (good, middle)
+        good, bad = (2, MOST + 1) if trials.fits(2) else (0, 1)
+    if good and not trials.fits(2 * good):
+        bad = 2 * good
+    elif good:
+        good = 2 * good
+    while bad - good > max(1, good // PRECISION):
+        size = guess_size(trials.peaks, trials.limit, good, bad)
+        good, bad = (size, bad) if trials.fits(size) else (good, size)
     return good
 
 
