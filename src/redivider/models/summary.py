@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from redivider.chain import Chain
 from redivider.checks.memory import Live
 from redivider.coupling import Coupling
 from redivider.models.catalogue import create_model, list_models, resolve
@@ -41,9 +42,7 @@ def summarise(
             without couplings.
         **options: Options of the model.
     """
-    model = create_model(name, device="meta", **options)
-    x = resolve(name, **options)[1].example(batch).to("meta")
-    model.check_every = 0
+    model, x = _build(name, batch, options)
     kept: dict[str, float] = {}
     reversible = any(isinstance(unit, Coupling) for unit in model)
     with Fused():
@@ -56,6 +55,66 @@ def summarise(
                 del y  # only now: it holds the graph with all that autograd keeps
     parameters = sum(param.numel() for param in model.parameters())
     return Summary(parameters, counter.flops / batch, kept)
+
+
+def summarise_by_layer(name: str, *, batch: int = 8) -> Summary:
+    """Return what `summarise` does, from a copy with at most three layers per stage.
+
+    From its third layer on, all layers of a stage cost the same, and couplings keep nothing.
+    """
+    options = resolve(name)[1]
+    field = "depths" if hasattr(options, "depths") else "depth"
+    depths = options.depths if field == "depths" else (options.depth,)
+    shallow = [min(depth, 3) for depth in depths]
+    model, x = _build(name, batch, {field: shallow if field == "depths" else shallow[0]})
+    layers: list[tuple[int, int, int]] = []  # parameters, FLOPs and bytes of their units
+    model.backward = "store"
+    with Fused(), _Counter() as counter:
+        y = x
+        for unit_name, unit in model.named_children():
+            flops, size = counter.flops, counter.bytes
+            y = unit(y)
+            if unit_name.startswith(("layer", "block")):
+                num = sum(param.numel() for param in unit.parameters())
+                layers.append((num, counter.flops - flops, counter.bytes - size))
+        flops, size = counter.flops, counter.bytes
+        del y
+    parameters = sum(param.numel() for param in model.parameters())
+    num_units, end = len(layers) // sum(shallow), 0  # per layer
+    for depth, num_built in zip(depths, shallow, strict=True):
+        end += num_built * num_units
+        for layer in layers[end - num_units : end]:
+            more = [(depth - num_built) * cost for cost in layer]
+            parameters, flops, size = parameters + more[0], flops + more[1], size + more[2]
+    kept = {"store": size / batch}
+    if any(isinstance(unit, Coupling) for unit in model):
+        model.backward = "reverse"
+        with Fused(), _Counter() as counter:
+            y = model(x)
+            kept["reverse"] = counter.bytes / batch
+            del y
+    return Summary(parameters, flops / batch, kept)
+
+
+def _build(name: str, batch: int, options: dict[str, Any]) -> tuple[Chain, Tensor]:
+    """Return a model and a batch for it, on the meta device."""
+    with _NoInit():
+        model = create_model(name, device="meta", **options)
+    model.check_every = 0
+    with torch.device("meta"):
+        return model, resolve(name, **options)[1].example(batch)
+
+
+class _NoInit(TorchFunctionMode):
+    """Mode in which `torch.nn.init` does nothing: on meta it is slow, and has no effect."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 class _Counter(Live):  # type: ignore[no-untyped-call]
@@ -158,7 +217,7 @@ def print_models(patterns: Sequence[str]) -> None:
     print(f"{'':18}{'':>15}{'':>12}   activations of a sample, MiB")
     print(f"{'model':18}{'parameters':>15}{'GFLOPs':>12}{'stored':>12}{'reversed':>12}")
     for name in dict.fromkeys(name for names in matches.values() for name in names):
-        summary = summarise(name)
+        summary = summarise_by_layer(name)
         stored, reversed_ = (
             f"{summary.kept[backward] / 2**20:.1f}" if backward in summary.kept else "-"
             for backward in ("store", "reverse")

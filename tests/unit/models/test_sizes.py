@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
 from redivider.checks.memory import Live
-from redivider.models.catalogue import resolve
-from redivider.models.summary import Fused, _Counter, summarise
+from redivider.models.catalogue import FAMILIES, resolve
+from redivider.models.summary import Fused, _Counter, summarise, summarise_by_layer
 
 pytestmark = pytest.mark.slow
 
@@ -164,6 +164,19 @@ def test_what_is_known_from_before_counts_as_if_it_were_not(name, options):
             y = model(x)
             assert live.bytes / 2 == kept[model.backward]
             del y
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.prefix)
+def test_a_copy_with_few_layers_tells_what_the_whole_costs(family):
+    names = [f"{family.prefix}{size}" for size in family.sizes]
+    deep = [name for name in names if sum(depths_of(name)) >= 6]
+    for name in {deep[0], *(name for name in deep if name.endswith("50"))}:  # with bottlenecks
+        assert summarise_by_layer(name) == summarise(name)
+
+
+def depths_of(name):
+    options = resolve(name)[1]
+    return getattr(options, "depths", None) or (options.depth,)
 
 
 def test_numbers_that_are_equal_and_of_other_types_are_not_taken_for_each_other():
