@@ -13,7 +13,8 @@ from pathlib import Path
 
 from claims import CLAIMS, get_claim
 
-from redivider.cli import RUNS, Parser, Usage, run_command
+from redivider.cli import Parser, Usage, run_command
+from redivider.train.runs import RUNS
 
 PROG = "python experiments/run.py"
 

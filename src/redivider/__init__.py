@@ -36,6 +36,7 @@ if _TYPE_CHECKING:
     from redivider.pipeline.partition import balance as balance
     from redivider.pipeline.pipeline import Pipeline as Pipeline
     from redivider.skip import SkipWarning as SkipWarning
+    from redivider.train.model import load_run as load_run
 
 # The module of every public name. It is imported when the name is first used: importing torch takes
 # seconds, and `redivider --help` must not wait for it.
@@ -66,6 +67,7 @@ _HOMES = {
     "create_model": "models.catalogue",
     "find_max_batch": "checks.max_batch",
     "list_models": "models.catalogue",
+    "load_run": "train.model",
     "make_plain": "convert.reversible",
     "make_reversible": "convert.reversible",
     "measure_memory": "checks.memory",

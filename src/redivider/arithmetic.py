@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redivider.errors import UnitError
+from redivider.errors import UnitError, not_one_of
 
 INT32_SPAN = 2.0**31
 
@@ -127,8 +127,6 @@ def resolve_arithmetic(arithmetic: str | Arithmetic) -> Arithmetic:
     if isinstance(arithmetic, Arithmetic):
         return arithmetic
     if arithmetic not in ARITHMETICS:
-        raise ValueError(
-            f"arithmetic must be one of {', '.join(map(repr, ARITHMETICS))}, or an object such as "
-            f"Fixed(bits=16), got {arithmetic!r}"
-        )
+        objects = ", or an object such as Fixed(bits=16)"
+        raise ValueError(not_one_of("arithmetic", arithmetic, ARITHMETICS, also=objects))
     return ARITHMETICS[arithmetic]()

@@ -1,6 +1,7 @@
 """The command line. Nothing here imports torch before a command needs it."""
 
 import argparse
+import fnmatch
 import os
 import shlex
 import sys
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from redivider import __version__
+from redivider.errors import did_you_mean
 
 if TYPE_CHECKING:
     from redivider.train.recipe import Recipe
-
-RUNS = Path("runs")
+    from redivider.train.task import Score
 
 
 class Usage(Exception):
@@ -66,11 +67,15 @@ def run_command(command: Callable[[], int], *, debug: bool) -> int:
 
 def _dispatch(words: list[str]) -> int:
     """Parse the command line, and run the subcommand."""
-    if words[:1] == ["reproduce"]:
+    command = words[0] if words else ""
+    if command == "reproduce":
         raise Usage(
             "`redivider reproduce` is now `python experiments/run.py` in a checkout of the "
             "repository; `redivider --help` lists the commands"
         )
+    if command and not command.startswith("-") and command not in COMMANDS:
+        hint = did_you_mean(command, COMMANDS, "`redivider --help` lists all")
+        raise Usage(f"there is no command {command!r}; {hint}")
     args, rest = _make_parser().parse_known_args(words)
     # For train and compare the rest are fields of the recipe, which `override` parses.
     if rest and args.run not in (train, compare):
@@ -85,42 +90,80 @@ def _dispatch(words: list[str]) -> int:
 
 def _make_parser() -> argparse.ArgumentParser:
     shared = Parser(add_help=False)
-    shared.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    shared.add_argument("--debug", action="store_true", help="Show the traceback of an error.")
+    on_device = Parser(add_help=False)
+    on_device.add_argument(
+        "--device", default="auto", help="Device; auto is a GPU if there is one, else the CPU."
+    )
     parser = Parser(
         prog="redivider", description="Train deep networks without storing their activations."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for run, text in (
-        (train, "train a recipe: `redivider train quickstart`"),
-        (compare, "train a recipe with several methods, and print a table"),
-    ):
-        command = commands.add_parser(
+
+    def add(run: Callable[..., int], text: str, *parents: Parser, **options: Any) -> Parser:
+        command: Parser = commands.add_parser(
             run.__name__,
             help=text,
-            parents=[shared],
-            add_help=False,
-            description=f"{text[0].upper()}{text[1:]}. Fields of the recipe follow it: "
-            f"`redivider {run.__name__} NAME --help` lists them.",
+            parents=[shared, *parents],
+            **{"description": text, **options},
         )
-        command.add_argument("recipe", nargs="?", help="a name, or recipe.json of a run")
-        # Not argparse's own, because `NAME --help` also lists the fields of the recipe.
-        command.add_argument("-h", "--help", action="store_true")
-        command.add_argument("--out", type=Path, help="folder of the run; default: runs/NAME")
-        command.add_argument("--resume", type=Path, metavar="RUN", help="resume a stopped run")
         command.set_defaults(run=run, parser=command)
-    command = commands.add_parser("recipes", help="list the recipes", parents=[shared])
-    command.set_defaults(run=recipes)
-    command = commands.add_parser(
-        "models", help="list the models and their costs", parents=[shared]
+        return command
+
+    for run, text in (
+        (train, "Train a recipe, such as quickstart."),
+        (compare, "Train a recipe with several methods, and print a table."),
+    ):
+        fields = (
+            f"{text} Fields of the recipe follow its name; `redivider {run.__name__} NAME --help` "
+            "lists them."
+        )
+        command = add(run, text, add_help=False, description=fields)
+        command.add_argument("recipe", nargs="?", help="Name of a recipe, or recipe.json of a run.")
+        # Not argparse's own, because `NAME --help` also lists the fields of the recipe.
+        command.add_argument(
+            "-h", "--help", action="store_true", help="Show this, and the fields of a recipe."
+        )
+        command.add_argument("--out", type=Path, help="Folder of the run; runs/NAME by default.")
+        command.add_argument(
+            "--resume", type=Path, metavar="RUN", help="Resume a stopped run in its folder."
+        )
+    command = add(evaluate, "Score the trained models of runs on their test data.", on_device)
+    _add_runs(command, "+")
+    command = add(sample, "Continue a text with the trained language model of a run.", on_device)
+    _add_runs(command)
+    command.add_argument("--prompt", default="\n", help="Text to continue; a new line by default.")
+    command.add_argument("--tokens", type=int, default=256, help="Number of tokens to add.")
+    command.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="Divisor of the logits; 0 always takes the likeliest token.",
     )
-    command.add_argument("pattern", nargs="*", help='such as "rev_*"; default: all')
-    command.set_defaults(run=models)
-    command = commands.add_parser("report", help="write a page about runs", parents=[shared])
-    command.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    command.add_argument("--out", type=Path, help="the page; default: report.html in the first run")
-    command.set_defaults(run=report)
+    command.add_argument("--seed", type=int, default=0, help="Seed of the random choices.")
+    command = add(export, "Export the trained model of a run, for batches of any size.")
+    _add_runs(command)
+    command.add_argument(
+        "--format",
+        choices=("torch", "onnx"),
+        default="torch",
+        help="A program of torch.export (the default), or ONNX.",
+    )
+    command.add_argument("--out", type=Path, help="File; model.pt2 or model.onnx in the run.")
+    command = add(recipes, "List the recipes.")
+    command.add_argument("pattern", nargs="*", help='Names such as "revnet18*"; all by default.')
+    command = add(models, "List the models and their costs.")
+    command.add_argument("pattern", nargs="*", help='Names such as "rev_*"; all by default.')
+    command = add(report, "Write a page about runs.")
+    _add_runs(command, "+")
+    command.add_argument("--out", type=Path, help="File; report.html in the first folder.")
     return parser
+
+
+def _add_runs(command: Parser, number: str | None = None) -> None:
+    text = "Folder of a run" if number is None else "Folder of a run, or of several runs"
+    command.add_argument("runs", nargs=number, type=Path, metavar="RUN", help=f"{text}.")
 
 
 def train(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -141,9 +184,8 @@ def train(args: argparse.Namespace, rest: Sequence[str]) -> int:
     leave()
     if not is_last_rank():
         return 0
-    score, folder = result.score, shlex.quote(str(result.folder))
-    accuracy = "" if score.accuracy is None else f", accuracy {score.accuracy:.2%}"
-    print(f"test loss {score.loss:.4f}{accuracy}, {result.seconds:.1f} s of training; {folder}")
+    folder = shlex.quote(str(result.folder))
+    print(f"{_format_score(result.score)}, {result.seconds:.1f} s of training; {folder}")
     print(f"redivider report {folder}  # a page about it")
     return 0
 
@@ -162,13 +204,49 @@ def compare(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return _compare(recipe if recipe.compare else replace(recipe, compare=COMPARED), destination)
 
 
+def evaluate(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print the score of each run."""
+    from redivider.train.model import evaluate_run
+    from redivider.train.runs import find_runs
+
+    for folder in [run for place in args.runs for run in find_runs(place)]:
+        score = evaluate_run(folder, device=args.device)
+        print(f"{folder}: {_format_score(score)}", flush=True)
+    return 0
+
+
+def sample(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print a text and its continuation."""
+    from redivider.train.model import sample_text
+
+    text = sample_text(
+        args.runs,
+        args.prompt,
+        num_tokens=args.tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        device=args.device,
+    )
+    print(text)
+    return 0
+
+
+def export(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Export a model, and print the file."""
+    from redivider.train.model import export_run
+
+    print(export_run(args.runs, args.out, format=args.format))
+    return 0
+
+
 def recipes(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print one line per recipe."""
+    """Print one line per recipe that matches a pattern."""
     from redivider.train.recipes import RECIPES
 
-    width = max(map(len, RECIPES))
-    for name, make in RECIPES.items():
-        recipe = make()
+    names = _match("recipe", args.pattern, list(RECIPES))
+    width = max(map(len, names))
+    for name in names:
+        recipe = RECIPES[name]()
         methods = ", ".join(recipe.compare) if recipe.compare else recipe.method
         text = f"{recipe.model} on {recipe.data} by {methods}, {recipe.epochs:g} epochs"
         samples = f"{recipe.microbatch} x {recipe.accumulate} samples an update"
@@ -178,29 +256,44 @@ def recipes(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def models(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print one row per model that matches a pattern."""
-    from redivider.models.options import OptionError
+    from redivider.models.catalogue import list_models
     from redivider.models.summary import print_models
 
-    try:
-        print_models(args.pattern or ["*"])
-    except OptionError as error:
-        raise Usage(str(error)) from None
+    print_models(_match("model", args.pattern, list_models()))
     return 0
 
 
 def report(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Write a page about runs; the folder of a comparison stands for all its runs."""
+    """Write a page about runs."""
     from redivider.train.report import write_report
-    from redivider.train.runs import LOG
+    from redivider.train.runs import find_runs
 
-    runs = []
-    for folder in args.runs:
-        inside = sorted(path.parent for path in folder.glob(f"*/{LOG}"))
-        runs += inside if inside and not (folder / LOG).exists() else [folder]
     out = args.out or args.runs[0] / "report.html"
-    write_report(runs, out)
+    write_report([run for folder in args.runs for run in find_runs(folder)], out)
     print(out)
     return 0
+
+
+COMMANDS = {run.__name__: run for run in (train, compare, evaluate, sample, export)} | {
+    run.__name__: run for run in (recipes, models, report)
+}
+
+
+def _match(kind: str, patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the names that match any of the patterns, or begin with it; without patterns, all."""
+    chosen: list[str] = []
+    for pattern in patterns or ["*"]:
+        matches = fnmatch.filter(names, pattern) or fnmatch.filter(names, f"{pattern}*")
+        if not matches:
+            hint = did_you_mean(pattern.strip("*"), names, f"there are {', '.join(names)}")
+            raise Usage(f"no {kind} matches {pattern}; {hint}")
+        chosen += matches
+    return list(dict.fromkeys(chosen))
+
+
+def _format_score(score: "Score") -> str:
+    accuracy = "" if score.accuracy is None else f", accuracy {score.accuracy:.2%}"
+    return f"test loss {score.loss:.4f}{accuracy}"
 
 
 class Destination(TypedDict):
@@ -216,17 +309,20 @@ def _prepare(args: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, De
     from redivider.train.overrides import override
     from redivider.train.recipe import read_recipe
     from redivider.train.recipes import get_recipe
-    from redivider.train.runs import RECIPE
+    from redivider.train.runs import RECIPE, RUNS, no_run
     from redivider.train.torchrun import is_restart
 
     if args.resume is not None:
         if args.recipe or rest or args.out:
             raise Usage("--resume takes the run as it is: no recipe, no fields, no --out")
+        if not (args.resume / RECIPE).exists():
+            raise no_run(args.resume)
         destination = Destination(folder=args.resume, resume=True, numbered=False)
         return read_recipe(args.resume / RECIPE), destination
+    if args.help:
+        args.parser.print_help()
     if args.recipe is None:
         if args.help:
-            args.parser.print_help()
             raise SystemExit(0)
         raise Usage("which recipe? `redivider recipes` lists them; quickstart is one")
     if (Path(args.recipe) / RECIPE).exists():

@@ -87,7 +87,18 @@ def writes_error() -> UnitError:
     )
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """Return a question with the closest known name, or `otherwise` if none is close."""
-    close = get_close_matches(name, list(known), 1)
+    names = list(known)
+    close = get_close_matches(name, names, 1)
+    if not close and len(name) > 1:  # most names contain a single letter by chance
+        close = [longer for longer in names if name in longer]
     return f"did you mean {close[0]!r}?" if close else otherwise
+
+
+def not_one_of(name: str, value: object, known: Iterable[str], *, also: str = "") -> str:
+    """Return the text of an error about an argument that must be one of some names."""
+    names = list(known)
+    hint = did_you_mean(str(value), names)
+    must = f"{name} must be one of {', '.join(map(repr, names))}{also}, got {value!r}"
+    return f"{must}; {hint}" if hint else must

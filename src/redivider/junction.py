@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from redivider.coupling import Streams, verify_streams
-from redivider.errors import UnitError
+from redivider.errors import UnitError, not_one_of
 
 FUSIONS = ("concat", "add", "mean", "first", "second")
 
@@ -52,7 +52,7 @@ class Fuse(nn.Module):
     def __init__(self, how: str = "concat", *, dim: int = -1) -> None:
         super().__init__()
         if how not in FUSIONS:
-            raise ValueError(f"how must be one of {', '.join(map(repr, FUSIONS))}, got {how!r}")
+            raise ValueError(not_one_of("how", how, FUSIONS))
         self.how = how
         self.dim = dim
 

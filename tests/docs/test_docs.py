@@ -1,9 +1,13 @@
 """The code of the documents runs as it stands."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from redivider.train.loop import train
+from redivider.train.recipes import get_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +21,7 @@ def run(document: str, smaller: dict[str, str] | None = None) -> dict:
         assert text.count(size) == 1, size
         text = text.replace(size, other)
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) >= 2
+    assert blocks
     names: dict = {}
     for block in blocks:
         exec(block, names)
@@ -50,6 +54,14 @@ def test_the_code_of_the_guide_runs():
     names = run("docs/guide.md", {"for _ in range(80):": "for _ in range(30):"})
     assert names["losses"][-1] < names["losses"][2]
     assert names["accuracy"] > 0.5
+
+
+def test_the_code_about_training_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    quickstart = replace(get_recipe("quickstart"), compare=(), epochs=0.05)
+    train(replace(quickstart, method="reverse"), "runs/quickstart/reverse")
+    names = run("docs/training.md")
+    assert names["recipe"].name == "quickstart" and not names["model"].training
 
 
 def test_the_examples_of_the_guide_are_short():

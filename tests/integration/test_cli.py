@@ -43,10 +43,48 @@ def test_help_and_wrong_commands(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0 and "models" in capsys.readouterr().out
-    for words in (["modls"], [], ["models", "--x"], ["train", "--resume"], ["recipes", "x"]):
+    for words in ([], ["models", "--x"], ["train", "--resume"], ["sample"]):
         assert main(words) == 2
         said = capsys.readouterr().err
         assert said.startswith("redivider: ") and "--help" in said and said.count("\n") == 1
+
+
+def test_names_that_are_nearly_right(capsys):
+    for words, said in (
+        (["modls"], "there is no command 'modls'; did you mean 'models'?"),
+        (["recipes", "quikstart"], "no recipe matches quikstart; did you mean 'quickstart'?"),
+        (["models", "revvit_small"], "did you mean 'rev_vit_small'?"),
+        (["train", "quickstrt"], "did you mean 'quickstart'?"),
+        (["zzz"], "`redivider --help` lists all"),
+    ):
+        assert main(words) == 2
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1
+
+
+def test_recipes_that_match(capsys):
+    assert main(["recipes", "*-best", "quick"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names[-1] == "quickstart" and all(name.endswith("-best") for name in names[:-1])
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_help_about_a_recipe_lists_options_and_fields(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "quickstart", "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    for option in ("--out", "--resume", "--debug", "--epochs", "--method"):
+        assert f" {option} " in out
+
+
+def test_help_texts_are_sentences(capsys):
+    for command in ("train", "evaluate", "sample", "export", "recipes", "models", "report"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        usage, description, *_ = capsys.readouterr().out.split("\n\n")
+        assert description[0].isupper() and description.endswith("."), usage
 
 
 def test_a_command_that_has_moved_says_where(capsys):

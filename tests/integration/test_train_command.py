@@ -165,11 +165,12 @@ def test_a_damaged_checkpoint_is_passed_over(capsys, caplog):
         ("train recipe.json --model-options breadth 3", "no option 'breadth'"),
         ("train recipe.json --stages 9", "4 units cannot be cut into 9 stages"),
         ("train recipe.json --microbatch 5000", "take a smaller batch"),
-        ("train --resume nowhere", "cannot read nowhere/recipe.json"),
+        ("train --resume nowhere", "there is no run in nowhere"),
         ("train --resume x --out y", "--resume takes the run as it is"),
         ("train --resume x --lr 0.3", "--resume takes the run as it is"),
-        ("report nowhere", "cannot read nowhere/recipe.json"),
-        ("compare recipe.json --compare peta", "peta"),
+        ("report nowhere", "there is no run in nowhere"),
+        ("compare recipe.json --compare peta", "did you mean 'petra'?"),
+        ("train recipe.json --method revers", "did you mean 'reverse'?"),
         ("compare recipe.json --compare store store", "names a method twice: store, store"),
         ("compare quickstart --method store", "a comparison is by --compare METHOD"),
         ("train recipe.json --compare store petra --stages 9", "cut into 9 stages"),
@@ -356,7 +357,13 @@ def test_a_terminal_sees_a_progress_bar():
 
 def test_help_comes_without_torch():
     code = "import sys, redivider.cli as c\ntry: c.main({})\nexcept SystemExit: pass\n"
-    for words in (["--help"], ["train", "--help"], ["recipes"], ["train", "quickstart", "--help"]):
+    for words in (
+        ["--help"],
+        ["train", "--help"],
+        ["recipes"],
+        ["train", "quickstart", "--help"],
+        ["evaluate", "--help"],
+    ):
         done = subprocess.run(
             [sys.executable, "-c", code.format(words) + "assert 'torch' not in sys.modules"],
             capture_output=True,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
+from redivider.errors import not_one_of
 from redivider.tree import tensors_of
 
 if TYPE_CHECKING:
@@ -95,6 +96,5 @@ STRATEGIES = {
 def resolve_strategy(name: str) -> Strategy:
     """Look a strategy up."""
     if name not in STRATEGIES:
-        known = ", ".join(map(repr, STRATEGIES))
-        raise ValueError(f"backward must be one of {known}, got {name!r}")
+        raise ValueError(not_one_of("backward", name, STRATEGIES))
     return STRATEGIES[name]

@@ -101,9 +101,8 @@ def resolve(name: str, **options: Any) -> tuple[Family, Any]:
     """Return the family of a name and its options: those of the size, updated by the caller's."""
     names = _names()
     if name not in names:
-        longer = [longer for longer in names if str(name) in longer]
         lists = "rd.list_models() or `redivider models` lists all"
-        hint = did_you_mean(str(name), names, f"did you mean {longer[0]!r}?" if longer else lists)
+        hint = did_you_mean(str(name), names, lists)
         raise OptionError(f"there is no model {name!r}; {hint}")
     family, size = names[name]
     known = [field.name for field in fields(family.options)]

@@ -93,7 +93,7 @@ class ClassToken(nn.Module):
         nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat((self.weight.expand(len(x), 1, -1).to(x), x), dim=1)
+        return torch.cat((self.weight.expand(x.shape[0], 1, -1).to(x), x), dim=1)
 
 
 class First(nn.Module):

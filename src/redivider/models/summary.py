@@ -14,8 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from redivider.chain import Chain
 from redivider.checks.memory import Live
 from redivider.coupling import Coupling
-from redivider.models.catalogue import create_model, list_models, resolve
-from redivider.models.options import OptionError
+from redivider.models.catalogue import create_model, resolve
 from redivider.tree import tensors_of
 
 
@@ -206,17 +205,11 @@ def _fused_attention(
     return with_bias(q, k, v, bias, torch.is_grad_enabled(), dropout_p, is_causal)[0]
 
 
-def print_models(patterns: Sequence[str]) -> None:
-    """Print a row per model that matches a pattern; if none does, take the pattern as a prefix."""
-    matches = {pattern: list_models(pattern) or list_models(f"{pattern}*") for pattern in patterns}
-    unmatched = [pattern for pattern, names in matches.items() if not names]
-    if unmatched:
-        raise OptionError(
-            f"no model matches {' or '.join(unmatched)}; there are {', '.join(list_models())}"
-        )
+def print_models(names: Sequence[str]) -> None:
+    """Print a row per model."""
     print(f"{'':18}{'':>15}{'':>12}   activations of a sample, MiB")
     print(f"{'model':18}{'parameters':>15}{'GFLOPs':>12}{'stored':>12}{'reversed':>12}")
-    for name in dict.fromkeys(name for names in matches.values() for name in names):
+    for name in names:
         summary = summarise_by_layer(name)
         stored, reversed_ = (
             f"{summary.kept[backward] / 2**20:.1f}" if backward in summary.kept else "-"

@@ -105,7 +105,7 @@ class WindowAttention(nn.Module):
             bias = bias + self.edges()
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, bias=bias.flatten(0, 1).to(q.dtype), dropout=dropout)
-        y = y.view(len(x), num, self.heads, *y.shape[2:]).transpose(2, 3).flatten(3)
+        y = y.view(x.shape[0], num, self.heads, *y.shape[2:]).transpose(2, 3).flatten(3)
         y = _join(self.out(y), x.shape[1])
         return y.roll((self.shift, self.shift), (1, 2)) if self.shift else y
 

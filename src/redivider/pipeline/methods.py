@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 from redivider.backward.strategy import Keep
+from redivider.errors import not_one_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ METHODS = {
 def resolve_method(name: str) -> Method:
     """Return the method of a name."""
     if name not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {name!r}")
+        raise ValueError(not_one_of("method", name, METHODS))
     return METHODS[name]
 
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from redivider.chain import Chain, name_unit, taken
 from redivider.checks.restore import restored
-from redivider.errors import naming
+from redivider.errors import naming, not_one_of
 from redivider.tree import map_tensors, tensors_of
 
 COSTS = ("units", "work", "time")
@@ -110,7 +110,7 @@ def count_costs(
     """
     units = units_of(model)
     if by not in COSTS:
-        raise ValueError(f"by must be one of {', '.join(map(repr, COSTS))}, got {by!r}")
+        raise ValueError(not_one_of("by", by, COSTS))
     if by == "units":
         return [1.0] * len(units)
     if example is None:

@@ -27,7 +27,7 @@ from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
 from redivider.train.recipe_warnings import find_warnings
 from redivider.train.run_folder import claim, locked, write_whole, writing
-from redivider.train.runs import LOG, RECIPE, read_run
+from redivider.train.runs import LOG, RECIPE, WEIGHTS, read_run
 from redivider.train.signals import Stop, catch_signals
 from redivider.train.task import Score
 from redivider.train.torchrun import is_restart, run_id
@@ -90,7 +90,8 @@ def train(
             if ended is not None:
                 return ended
         if not resume:
-            path = Path(processes.decide(lambda: str(_make_folder(recipe, path, numbered))))
+            text = recipe.to_json(engine.task.shape)
+            path = Path(processes.decide(lambda: str(_make_folder(text, path, numbered))))
         with catch_signals() as stop:
             result = _train_in(path, recipe, engine, stop, resume)
         return replace(result, is_last=processes.any(stop.is_requested))
@@ -107,11 +108,11 @@ def _read_result(folder: Path) -> Result | None:
     return Result(folder, score, rows[-1]["seconds"])
 
 
-def _make_folder(recipe: Recipe, folder: Path, numbered: bool) -> Path:
+def _make_folder(recipe: str, folder: Path, numbered: bool) -> Path:
     folder = claim(folder, numbered=numbered)
     if run_id():
         write_whole(folder / RUN_ID, run_id())
-    write_whole(folder / RECIPE, recipe.to_json())
+    write_whole(folder / RECIPE, recipe)
     return folder
 
 
@@ -401,7 +402,7 @@ class Training:
         if self._processes.is_writer:
             with writing(self._folder):
                 write_tensors(new, weights)
-                os.replace(new, self._folder / "model.safetensors")
+                os.replace(new, self._folder / WEIGHTS)
 
 
 def _number(value: float | None) -> float:

@@ -68,4 +68,7 @@ def _unframe(box: str) -> str:
     text = text.partition(". Got errors:")[0].replace(" could be instantiated from ", ", got ")
     text = text.replace("no type matching ", "takes ")
     text = text.replace("Failed to parse key-value pairs!", "takes names and values, as width 8")
-    return text.removeprefix("Error parsing ").removeprefix("Recipe: ")
+    text = text.removeprefix("Error parsing ").removeprefix("Recipe: ")
+    choice = re.match(r"invalid choice '(.*?)' for .* one of \((.*)\)", text)
+    hint = choice and did_you_mean(choice[1], re.findall(r"'(.*?)'", choice[2]))
+    return f"{text.removesuffix('.')}; {hint}" if hint else text

@@ -31,6 +31,10 @@ COMPARED: tuple[Method, ...] = ("store", "checkpoint", "reverse", "petra")
 """Methods of a comparison, unless the recipe names its own."""
 
 
+SHAPE = "shape"
+"""Key in `recipe.json` of a run, beside the fields: model options that follow from the data."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Settings of a run: data, model, method, optimizer, machine and log.
@@ -138,7 +142,9 @@ class Recipe:
             if isinstance(value, list):  # JSON has no tuples
                 object.__setattr__(self, item.name, value := tuple(value))
             if not _has_type(value, annotation):
-                raise TrainError(f"{item.name} must be {_describe(annotation)}, got {value!r}")
+                hint = did_you_mean(str(value), _words(annotation))
+                must = f"{item.name} must be {_describe(annotation)}, got {value!r}"
+                raise TrainError(f"{must}; {hint}" if hint else must)
         for name, (low, high, is_open) in _RANGES.items():
             value = getattr(self, name)
             for number in value if isinstance(value, tuple) else (value,):
@@ -164,9 +170,15 @@ class Recipe:
         """Whether a pipeline computes the gradients."""
         return self.method in get_args(Decoupled)
 
-    def to_json(self) -> str:
-        """Return the recipe as JSON."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+    def to_json(self, shape: dict[str, int] | None = None) -> str:
+        """Return the recipe as JSON.
+
+        Args:
+            shape: Options of the model that follow from the data. With these, the model can be
+                built without the data.
+        """
+        fields = asdict(self) if shape is None else {**asdict(self), SHAPE: shape}
+        return json.dumps(fields, indent=1) + "\n"
 
 
 # Lower bound, upper bound, and whether the lower bound itself is excluded.
@@ -203,6 +215,7 @@ def read_recipe(path: Path) -> Recipe:
         raise TrainError(f"{path} is not JSON ({error}); take recipe.json of a run") from None
     if not isinstance(values, dict):
         raise TrainError(f"{path} must hold an object of fields, as recipe.json of a run does")
+    values.pop(SHAPE, None)  # another run finds it anew, as its data may be others
     known = [item.name for item in fields(Recipe)]
     for name in values:
         if name not in known:
@@ -241,6 +254,13 @@ def _has_type(value: Any, annotation: Any) -> bool:
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, annotation)
+
+
+def _words(annotation: Any) -> list[str]:
+    """Return the words of all literals in an annotation."""
+    if isinstance(annotation, str):
+        return [annotation]
+    return [word for argument in get_args(annotation) for word in _words(argument)]
 
 
 def _describe(annotation: Any) -> str:

@@ -209,7 +209,7 @@ class _Page:
 def _make_labels(runs: Sequence[Run]) -> list[str]:
     """Return the names of runs; where several are the same, add the method, then the folder."""
     labels = [run.name for run in runs]
-    for suffixes in ([run.recipe.get("method") for run in runs], [run.folder.name for run in runs]):
+    for suffixes in ([run.recipe.get("method") for run in runs], [run.folder for run in runs]):
         count = Counter(labels)
         labels = [
             f"{label}, {suffix}" if count[label] > 1 else label

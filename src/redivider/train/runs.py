@@ -11,10 +11,14 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
+from redivider.errors import did_you_mean
 from redivider.train.errors import TrainError
 
+RUNS = Path("runs")
+"""Folder of runs, unless another one is set."""
 RECIPE = "recipe.json"
 LOG = "log.jsonl"
+WEIGHTS = "model.safetensors"
 Row: TypeAlias = dict[str, Any]
 _KINDS = ("start", "train", "evaluate", "memory", "quality", "timeline", "end")
 
@@ -47,6 +51,25 @@ class Run:
     def held(self, field: str) -> list[float]:
         """Return the bytes of "activations" or copies of "weights" that each stage holds."""
         return numbers(self.memory[-1].get("stages") or [] if self.memory else [], field)
+
+
+def find_runs(folder: str | Path) -> list[Path]:
+    """Return the folder if it is a run, else all runs below it, in order of their names."""
+    folder = Path(folder)
+    runs = sorted(path.parent for path in folder.rglob(LOG) if (path.parent / RECIPE).exists())
+    if folder in runs:
+        return [folder]
+    if not runs:
+        raise no_run(folder)
+    return runs
+
+
+def no_run(folder: Path) -> TrainError:
+    """Return the error for a folder that holds no run."""
+    places = {folder.parent, RUNS}
+    near = {str(path.parent) for place in places for path in place.glob(f"*/{RECIPE}")}
+    hint = did_you_mean(str(folder), sorted(near), "`redivider train NAME` makes one")
+    return TrainError(f"there is no run in {folder}; {hint}")
 
 
 def numbers(rows: Sequence[Row], field: str) -> list[float]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from redivider.chain import Chain
 from redivider.data import Batches, Source, Text, load
+from redivider.data.vocabulary import Bytes, Vocabulary
 from redivider.models.catalogue import create_model, resolve
 from redivider.models.cross_entropy import ChunkedCrossEntropy
 from redivider.models.language import Language
@@ -53,6 +54,8 @@ class Task:
     loss: nn.Module
     train: Batches
     test: Batches
+    shape: dict[str, int]
+    """Options of the model that follow from the data."""
 
     @torch.no_grad()
     def evaluate(self, forward: Any) -> Score:
@@ -87,40 +90,50 @@ def make_task(recipe: Recipe, device: torch.device) -> Task:
         ValueError: If the recipe asks for data or a model that cannot be made; it says what to
             change.
     """
-    is_text = recipe.data == "text"
+    sources = [_read(recipe, train=train) for train in (True, False)]
+    shape = find_shape(recipe, sources[0])
     # On the meta device a process allocates nothing until it knows its own stages.
-    is_distributed = num_processes() > 1
-    options: dict[str, Any] = {"tokens": recipe.tokens} if is_text else {}
-    if recipe.data == "imagenet" and "image_size" in recipe.model_options:
-        options["image_size"] = recipe.model_options["image_size"]
-    sources = [
-        load(recipe.data, train=train, folder=recipe.data_folder, **options)
-        for train in (True, False)
-    ]
-    shape = _shape(recipe, sources[0])
-    if recipe.depths:
-        shape["depths"] = recipe.depths
+    model = make_model(recipe, shape, "meta" if num_processes() > 1 else device)
+    train, test = (_batches(recipe, source, i == 0, device) for i, source in enumerate(sources))
+    if recipe.data == "text":
+        return Task(model, model[:-1], ChunkedCrossEntropy(model[-1]), train, test, shape)
+    return Task(model, model, Labels(recipe.label_smoothing), train, test, shape)
+
+
+def make_model(recipe: Recipe, shape: dict[str, int], device: torch.device | str) -> Chain:
+    """Make the model of a recipe, with its initial weights."""
     model = create_model(
         recipe.model,
         backward="store" if recipe.is_pipeline else recipe.method,
         arithmetic=recipe.arithmetic,
         seed=recipe.seed,
-        device="meta" if is_distributed else device,
-        **{**shape, **recipe.model_options},
+        device=device,
+        **model_options(recipe, shape),
     )
-    if recipe.channels_last and not is_text and not is_distributed:
+    if recipe.channels_last and recipe.data != "text" and str(device) != "meta":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    train, test = (_batches(recipe, source, i == 0, device) for i, source in enumerate(sources))
-    if is_text:
-        return Task(model, model[:-1], ChunkedCrossEntropy(model[-1]), train, test)
-    return Task(model, model, Labels(recipe.label_smoothing), train, test)
+    return model
 
 
-def _shape(recipe: Recipe, source: Source) -> dict[str, Any]:
-    """Return the model options that follow from the data."""
+def model_options(recipe: Recipe, shape: dict[str, int]) -> dict[str, Any]:
+    """Return all options of the model."""
+    depths = {"depths": recipe.depths} if recipe.depths else {}
+    return {**shape, **depths, **recipe.model_options}
+
+
+def _read(recipe: Recipe, *, train: bool) -> Source:
+    options: dict[str, Any] = {"tokens": recipe.tokens} if recipe.data == "text" else {}
+    if recipe.data == "imagenet" and "image_size" in recipe.model_options:
+        options["image_size"] = recipe.model_options["image_size"]
+    return load(recipe.data, train=train, folder=recipe.data_folder, **options)
+
+
+def find_shape(recipe: Recipe, source: Source | None = None) -> dict[str, int]:
+    """Return the model options that follow from the data, which are read unless passed."""
+    source = source or _read(recipe, train=True)
     if isinstance(source, Text):
         # One more for the mask token.
-        size = source.vocabulary.size + (1 if _is_masked(recipe) else 0)
+        size = source.vocabulary.size + (1 if is_masked(recipe) else 0)
         return {"vocabulary": size, "context": recipe.context}
     return {
         "num_classes": source.num_classes,
@@ -137,7 +150,7 @@ def _batches(recipe: Recipe, source: Source, train: bool, device: torch.device) 
             size,
             train=train,
             context=recipe.context,
-            masked=MASKED if _is_masked(recipe) else None,
+            masked=MASKED if is_masked(recipe) else None,
             seed=recipe.seed,
             device=device,
         )
@@ -150,6 +163,16 @@ def _batches(recipe: Recipe, source: Source, train: bool, device: torch.device) 
     )
 
 
-def _is_masked(recipe: Recipe) -> bool:
+def find_vocabulary(recipe: Recipe) -> Vocabulary:
+    """Return the vocabulary of a recipe for text; byte pairs are those of its training text."""
+    if recipe.tokens == "bytes":
+        return Bytes()
+    source = _read(recipe, train=True)
+    assert isinstance(source, Text)
+    return source.vocabulary
+
+
+def is_masked(recipe: Recipe) -> bool:
+    """Return whether the model predicts hidden tokens, not the next one."""
     options = resolve(recipe.model)[0].options
     return issubclass(options, Language) and options.masked

@@ -176,8 +176,8 @@ def test_names_that_are_the_same_are_told_apart(tmp_path):
     page = report(tmp_path, *folders)
     assert [cells[0] for cells in page.cells[1:]] == [
         "same, petra",
-        "same, store, b",
-        "same, store, c",
+        f"same, store, {tmp_path / 'b'}",
+        f"same, store, {tmp_path / 'c'}",
     ]
 
 
