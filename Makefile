@@ -18,7 +18,7 @@ TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 INTEROP := .venv-interop
 
-.PHONY: fast test install lint types test-types unit pytest other interop train stress clean
+.PHONY: fast test install lint types test-types unit pytest other interop train picture stress clean
 
 fast: lint types unit
 
@@ -54,6 +54,16 @@ interop: $(INTEROP)/ready  # with the tools that people train pretrained models 
 
 train: $(TRAIN)
 	$(BIN)/redivider train quickstart
+
+# The picture of a report in the documents: of a quickstart, by any Chromium.
+RUN ?= runs/quickstart
+BROWSER ?= chromium
+picture: $(RUN)/report.html
+	$(BROWSER) --headless --hide-scrollbars --window-size=1400,1250 \
+		--screenshot=docs/report.png file://$(abspath $<)
+
+$(RUN)/report.html: | $(TRAIN)
+	$(BIN)/redivider train quickstart --out $(RUN)
 
 stress: $(DEV)  # a hundred runs over processes, in each of which a rank is killed
 	REDIVIDER_STRESS=100 $(BIN)/python -m pytest tests/integration/test_torchrun.py -k killed

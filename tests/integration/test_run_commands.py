@@ -12,7 +12,7 @@ from support.training import hide, recipe, rows, run_command
 
 import redivider as rd
 from redivider.cli import main
-from redivider.data import load
+from redivider.data import Text, load
 from redivider.train.loop import train
 from redivider.train.model import evaluate_run, export_run, sample_text
 from redivider.train.recipe import Recipe, read_recipe
@@ -137,7 +137,7 @@ def test_a_recipe_of_a_run_trains_on_other_data():
     write_text()
     used = read_recipe(Path("run/recipe.json"))
     other = replace(used, model="rev_gpt_nano", depths=(), data="text", context=8)
-    options = {"width": 16, "depth": 1, "heads": 2}
+    options = language().model_options
     train(replace(other, model_options=options), "other")
     shape = json.loads(Path("other/recipe.json").read_text())["shape"]
     assert shape == {"vocabulary": 256, "context": 8}
@@ -147,7 +147,9 @@ def test_a_recipe_of_a_run_trains_on_other_data():
 def test_samples_are_those_of_the_model(options, capsys):
     write_text()
     train(language(**options), "run")
-    vocabulary = load("text", train=True, tokens=options.get("tokens", "bytes")).vocabulary
+    text = load("text", train=True, tokens=options.get("tokens", "bytes"))
+    assert isinstance(text, Text)
+    vocabulary = text.vocabulary
     model = rd.load_run("run").model
     tokens = vocabulary.encode(b"the cat", where=Path()).long()
     for _ in range(20):  # greedily

@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -225,6 +227,56 @@ def test_tensorboard_has_the_curves(undisturbed):
         wanted = [(row["step"], row["loss"]) for row in rows(run, kind)]
         assert [step for step, _ in points] == [step for step, _ in wanted]
         assert [v for _, v in points] == pytest.approx([v for _, v in wanted], rel=1e-6)
+
+
+def test_tensorboard_has_memory_and_the_quality_of_gradients(tmp_path):
+    train(recipe(method="petra", probe_every=10), tmp_path / "run")
+    run, board = read_run(tmp_path / "run"), EventAccumulator(str(tmp_path / "run/tensorboard"))
+    scalars = board.Reload().Scalars
+    points = [(event.step, event.value) for event in scalars("train/memory_mib")]
+    assert points == [(row["step"], pytest.approx(row["memory"] / 2**20)) for row in run.train]
+    held = [size / 2**20 for size in run.held("activations")]
+    assert scalars("memory/activations_mib")[-1].value == pytest.approx(sum(held))
+    for stage, size in enumerate(held):
+        (event,) = scalars(f"memory/activations_mib/stage{stage}")
+        assert event.value == pytest.approx(size)
+        for name in ("cosine", "ratio", "rebuilt_error"):
+            wanted = [
+                (row["microbatch"], pytest.approx(row[name]))
+                for row in run.quality
+                if row["stage"] == stage and row[name] is not None
+            ]
+            tag = f"quality/{name}/stage{stage}"
+            found = [(e.step, e.value) for e in scalars(tag)] if wanted else []
+            assert found == wanted
+    assert len(held) > 1 and len(run.quality) >= 2 * len(held)
+
+
+def test_the_log_begins_with_date_machine_and_versions(tmp_path):
+    train(recipe(epochs=0.1), tmp_path / "run")
+    (start,) = read_run(tmp_path / "run").start
+    assert abs(datetime.now().astimezone() - datetime.fromisoformat(start["date"])).days == 0
+    assert start["machine"].endswith(f"{os.cpu_count()} cores")
+    assert start["torch"] == torch.__version__ and start["python"] == platform.python_version()
+
+
+def test_a_comparison_logs_memory_by_depth_once(tmp_path):
+    asked = recipe(compare=("store", "reverse"), compare_depths=(2, 8), epochs=0.1, depths=(2,))
+    folder, rows_of_table = compare(asked, tmp_path / "run")
+    held = {row.name: row.run.held_by_depth() for row in rows_of_table}
+    for name in held:
+        (memory,) = read_run(folder / name).held("activations")
+        assert held[name][2] == memory  # the depth that was trained
+        shape = {"num_classes": 10, "image_size": 8, "in_channels": 1}
+        options: dict[str, Any] = {**shape, "width": 4, "depths": (8,)}
+        model = rd.create_model("revnet18", backward=name, **options)
+        x, _ = load("digits", train=True).batches(16, train=True, seed=0)[0]
+        assert held[name][8] == rd.measure_memory(model, x).held
+    assert held["store"][8] > 2 * held["store"][2] and held["reverse"][8] == held["reverse"][2]
+    compare(asked, folder, resume=True)
+    assert len(read_run(folder / "store").depth) == 2
+    page = (folder / "report.html").read_text()
+    assert "Memory against depth" in page
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path):

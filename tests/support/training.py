@@ -83,9 +83,9 @@ def stop_in_evaluation(monkeypatch) -> None:
 
 
 def rows(folder: Path, kind: str = "train") -> list[dict]:
-    """Return the rows of a log, without times and memory."""
+    """Return the rows of a log, without dates, times and memory."""
     log = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    left_out = ("seconds", "samples_per_second", "memory")
+    left_out = ("date", "seconds", "samples_per_second", "memory")
     return [
         {name: value for name, value in row.items() if name not in left_out}
         for row in log

@@ -8,6 +8,7 @@ from redivider.models.catalogue import resolve
 from redivider.train.build import build, resolved
 from redivider.train.engine import PipelineEngine
 from redivider.train.errors import TrainError
+from redivider.train.log import Log
 from redivider.train.loop import Result, Stopped, train
 from redivider.train.machine import report_out_of_memory, using_threads
 from redivider.train.processes import report_once
@@ -15,7 +16,7 @@ from redivider.train.progress import tell
 from redivider.train.recipe import Recipe
 from redivider.train.report import write_report
 from redivider.train.run_folder import claim, write_whole
-from redivider.train.runs import RECIPE, read_run
+from redivider.train.runs import RECIPE, Run, read_run
 from redivider.train.torchrun import num_processes
 
 REPORT = "report.html"
@@ -27,9 +28,13 @@ class Row:
 
     name: str
     result: Result
-    held: int | None
-    """Bytes of activations of all stages, between forward and backward or between two ticks."""
-    by_depth: dict[int, int]
+    run: Run
+
+    @property
+    def held(self) -> int | None:
+        """Bytes of activations of all stages, between forward and backward or between two ticks."""
+        held = self.run.held("activations")
+        return int(sum(held)) if held else None
 
 
 def compare(
@@ -68,16 +73,14 @@ def compare(
             results[name] = train(variant, path, resume=resume and (path / RECIPE).exists())
             if results[name].is_last:
                 raise Stopped(f"stopped after {name}, which has ended", folder)
+        for name, variant in runs:
+            if "," not in name:  # the captured variant of a method would measure the same again
+                _log_depths(variant, results[name].folder)
         tell(recipe.name, "writing the report")
         write_report([result.folder for result in results.values()], folder / REPORT)
-        rows = []
-        for name, variant in runs:
-            held = read_run(results[name].folder).held("activations")
-            with using_threads(variant.threads):
-                # The captured variant of a method would measure the same again.
-                depths = {} if "," in name else measure_depths(variant)
-            rows.append(Row(name, results[name], int(sum(held)) if held else None, depths))
-        return folder, rows
+        return folder, [
+            Row(name, result, read_run(result.folder)) for name, result in results.items()
+        ]
     except (KeyboardInterrupt, Stopped) as stopped:
         raise Stopped(str(stopped) or "interrupted", folder) from None
 
@@ -96,6 +99,20 @@ def variants(recipe: Recipe) -> list[tuple[str, Recipe]]:
         if variant.is_pipeline and variant.probe_every and can_capture:
             runs.append((f"{method}, captured", replace(variant, probe_every=0)))
     return runs
+
+
+def _log_depths(recipe: Recipe, folder: Path) -> None:
+    """Add the memory by depth to the log of a run, unless it is there."""
+    run = read_run(folder)
+    if run.depth:
+        return
+    step = run.end[-1]["step"]
+    with using_threads(recipe.threads):
+        sizes = measure_depths(recipe)
+    log = Log(folder, resume_step=step)
+    for depth, size in sizes.items():
+        log.write("depth", step=step, depth=depth, activations=size)
+    log.close()
 
 
 def measure_depths(recipe: Recipe) -> dict[int, int]:
@@ -132,7 +149,7 @@ def _deepened(recipe: Recipe, depth: int) -> Recipe:
 
 def table(rows: Sequence[Row]) -> str:
     """Format the table of a comparison."""
-    depths = list(rows[0].by_depth) if rows else []
+    depths = list(rows[0].run.held_by_depth()) if rows else []
     has_accuracy = any(row.result.score.accuracy is not None for row in rows)
     heads = ["method", "accuracy" if has_accuracy else "loss", "seconds", "activations"]
     heads += [f"at depth {depth}" for depth in depths]
@@ -141,7 +158,8 @@ def table(rows: Sequence[Row]) -> str:
         score = row.result.score
         metric = f"{score.loss:.3f}" if score.accuracy is None else f"{score.accuracy:.1%}"
         cells = [row.name, metric, f"{row.result.seconds:.1f}", _mib(row.held)]
-        lines.append([*cells, *(_mib(row.by_depth.get(depth)) for depth in depths)])
+        held = row.run.held_by_depth()
+        lines.append([*cells, *(_mib(held.get(depth)) for depth in depths)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from redivider.train.run_folder import write_whole, writing
 from redivider.train.runs import LOG, parse_row
 
 CURVES = {
-    "train": ("loss", "accuracy", "lr", "samples_per_second"),
+    "train": ("loss", "accuracy", "lr", "samples_per_second", "memory"),
     "evaluate": ("loss", "accuracy"),
+    "quality": ("cosine", "ratio", "rebuilt_error"),
 }
 
 
@@ -41,9 +42,8 @@ class Log:
         with writing(self._folder):
             self._file.write(json.dumps({"kind": kind, **plain}) + "\n")
             self._file.flush()
-            for name in CURVES.get(kind, ()):
-                if plain.get(name) is not None:
-                    self._tensorboard().add_scalar(f"{kind}/{name}", plain[name], row["step"])
+            for tag, value in _scalars(kind, plain):
+                self._tensorboard().add_scalar(tag, value, plain.get("microbatch", plain["step"]))
 
     def close(self) -> None:
         """Close all files."""
@@ -98,6 +98,21 @@ def _make_board(folder: Path, purge_step: int) -> Any:
     # TensorBoard then hides the later points that a stopped run has left.
     writer: Any = SummaryWriter
     return writer(str(folder), purge_step=purge_step, flush_secs=10)
+
+
+def _scalars(kind: str, row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the tags and values of a row for TensorBoard; memory is in MiB."""
+    stage = f"/stage{row['stage']}" if "stage" in row else ""
+    for name in CURVES.get(kind, ()):
+        if row.get(name) is not None:
+            is_memory = name == "memory"
+            tag = f"{kind}/{name}_mib" if is_memory else f"{kind}/{name}{stage}"
+            yield tag, row[name] / 2**20 if is_memory else row[name]
+    if kind == "memory":
+        sizes = {held["stage"]: held["activations"] / 2**20 for held in row["stages"]}
+        yield "memory/activations_mib", sum(sizes.values())
+        if len(sizes) > 1:
+            yield from ((f"memory/activations_mib/stage{j}", size) for j, size in sizes.items())
 
 
 def _plain(value: Any) -> Any:

@@ -1,9 +1,11 @@
 """Training loop: any method and any model, with logs, exact stops and exact resumption."""
 
 import os
+import platform
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from math import ceil, floor, isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,13 @@ from redivider.train.clock import Clock
 from redivider.train.engine import Engine, Metrics, PipelineEngine
 from redivider.train.errors import TrainError, check_installed
 from redivider.train.log import Log, NoLog
-from redivider.train.machine import device_name, peak_memory, report_out_of_memory, using_threads
+from redivider.train.machine import (
+    device_name,
+    machine_name,
+    peak_memory,
+    report_out_of_memory,
+    using_threads,
+)
 from redivider.train.processes import report_once
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
@@ -307,9 +315,12 @@ class Training:
         self._log.write(
             "start",
             step=0,
+            date=datetime.now().astimezone().isoformat(sep=" ", timespec="minutes"),
+            machine=machine_name(),
+            device=device_name(engine.device),
             version=redivider.__version__,
             torch=torch.__version__,
-            device=device_name(engine.device),
+            python=platform.python_version(),
             num_parameters=num,
             cut=cut,
         )

@@ -1,5 +1,7 @@
 """Device, threads and memory of the machine that a run uses."""
 
+import os
+import platform
 import re
 import resource
 import sys
@@ -70,6 +72,11 @@ def resolve_device(name: str) -> torch.device:
 def device_name(device: torch.device) -> str:
     """Return the product name of a GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def machine_name() -> str:
+    """Return the system, the kind of processor and the number of cores of this machine."""
+    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
 
 
 def peak_memory(device: torch.device) -> int:

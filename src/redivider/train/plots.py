@@ -8,7 +8,7 @@ or dark mode.
 import re
 from collections.abc import Callable, Sequence
 from colorsys import hls_to_rgb
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from io import StringIO
 from itertools import pairwise
@@ -33,6 +33,9 @@ COLOURS = (
     "#96795c",
 )
 DASHES = ("solid", "dashed", "dotted")
+SIZE = 4.2, 2.8
+"""Size of most plots in inches: small, so that the text is large enough on a telephone."""
+LINE_WIDTH = 1.5
 MAX_POINTS = 400
 """Points per line; more are averaged, so that the page stays small."""
 _INK = "#0a0b0c"
@@ -46,7 +49,6 @@ _SETTINGS: dict[str, Any] = {
     "axes.axisbelow": True,
     "grid.alpha": 0.15,
     "grid.color": _INK,
-    "lines.linewidth": 1.5,
     **{f"{part}.color": _INK for part in ("text", "xtick", "ytick")},
     **{f"axes.{part}": _INK for part in ("edgecolor", "labelcolor")},
 }
@@ -79,21 +81,91 @@ def line_style(run: int) -> tuple[str, str]:
     return COLOURS[run % len(COLOURS)], DASHES[run // len(COLOURS) % len(DASHES)]
 
 
-def lines(series: Sequence[Series], xlabel: str, ylabel: str, *, is_loss: bool = False) -> str:
-    """Draw a line per run; a loss that falls far gets a logarithmic axis."""
+def lines(
+    series: Sequence[Series],
+    xlabel: str,
+    ylabel: str,
+    *,
+    may_be_log: bool = False,
+    xticks: Sequence[float] | None = None,
+) -> str:
+    """Draw a line per run, with gaps where points are missing.
+
+    Args:
+        series: Points of the runs.
+        xlabel: Label of the x axis.
+        ylabel: Label of the y axis.
+        may_be_log: Make the y axis logarithmic if positive values differ by more than 30 times.
+        xticks: Numbers on the x axis; chosen by their range by default.
+    """
+    values = [y for line in series for y in line.y if isfinite(y)]
+    is_log = may_be_log and 0 < 30 * min(values) < max(values)
 
     def paint(axis: "Axes") -> None:
-        for line in series:
-            colour, dash = line_style(line.run)
-            x, y = thin(line.x, line.y)
-            marker = "o" if len(x) <= 30 else ""
-            axis.plot(x, y, color=colour, linestyle=dash, marker=marker, markersize=3)
-        values = [y for line in series for y in line.y if isfinite(y)]
-        if is_loss and 0 < 30 * min(values) < max(values):
+        thinned = [replace(line, x=x, y=y) for line in series for x, y in [thin(line.x, line.y)]]
+        for line, width in zip(thinned, line_widths(thinned, is_log=is_log), strict=True):
+            _plot(axis, line, width)
+        if is_log:
             axis.set_yscale("log")
         _set_labels(axis, xlabel, ylabel)
+        if xticks is not None:
+            axis.set_xticks(xticks)
 
-    return _draw((5.0, 3.0), paint)
+    return _draw(SIZE, paint)
+
+
+def line_widths(series: Sequence[Series], *, is_log: bool = False) -> list[float]:
+    """Return line widths: a line is wider for each later one that covers it, so that both show."""
+    values = [_scaled(y, is_log) for line in series for y in line.y if isfinite(y)]
+    near = 0.01 * (max(values) - min(values)) if values else 0.0
+
+    def covers(upper: Series, lower: Series) -> bool:
+        points = dict(zip(upper.x, upper.y, strict=True))
+        pairs = [(y, points.get(x, nan)) for x, y in zip(lower.x, lower.y, strict=True)]
+        gaps = [
+            abs(_scaled(y, is_log) - _scaled(z, is_log))
+            for y, z in pairs
+            if isfinite(y) and isfinite(z)
+        ]
+        return 3 * sum(gap <= near for gap in gaps) >= len(gaps) > 0
+
+    return [
+        LINE_WIDTH + 2 * sum(covers(upper, lower) for upper in series[number + 1 :])
+        for number, lower in enumerate(series)
+    ]
+
+
+def _scaled(value: float, is_log: bool) -> float:
+    return log10(value) if is_log else value
+
+
+def _plot(axis: "Axes", line: Series, width: float) -> None:
+    """Draw a line, with dots where it has few points, and where a point has no neighbour."""
+    colour, dash = line_style(line.run)
+    has_all, size = len(line.x) <= 30, width + 1.5
+    marker = "o" if has_all else ""
+    axis.plot(line.x, line.y, color=colour, linestyle=dash, lw=width, marker=marker, ms=size)
+    is_there = [False, *map(isfinite, line.y), False]
+    alone = [i for i in range(len(line.y)) if is_there[i : i + 3] == [False, True, False]]
+    if not has_all and alone:
+        x, y = [line.x[i] for i in alone], [line.y[i] for i in alone]
+        axis.plot(x, y, color=colour, linestyle="", marker="o", ms=size)
+
+
+def totals(series: Sequence[Series], ylabel: str) -> str:
+    """Draw a bar per run, with its value above."""
+
+    def paint(axis: "Axes") -> None:
+        for position, bar in enumerate(series):
+            drawn = axis.bar(position, bar.y[0], 0.7, color=line_style(bar.run)[0])
+            if len(series) <= 8:
+                axis.bar_label(drawn, [f"{bar.y[0]:.3g}"], padding=1)
+        axis.set_xlim(-0.6, max(len(series), 3) - 0.4)
+        axis.margins(y=0.12)  # room for the values
+        _set_labels(axis, "", ylabel)
+        axis.set_xticks([])
+
+    return _draw(SIZE, paint)
 
 
 def bars(series: Sequence[Series], ylabel: str) -> str:
@@ -106,7 +178,7 @@ def bars(series: Sequence[Series], ylabel: str) -> str:
             colour, dash = line_style(bar.run)
             if stages * len(series) > 60:
                 edges = [x - 0.5 for x in [*bar.x, bar.x[-1] + 1]]
-                axis.stairs(bar.y, edges, color=colour, linestyle=dash, linewidth=1.5)
+                axis.stairs(bar.y, edges, color=colour, linestyle=dash, linewidth=LINE_WIDTH)
             else:
                 middle = [x - 0.4 + (position + 0.5) * width for x in bar.x]
                 axis.bar(middle, bar.y, width * 0.92, color=colour)
@@ -114,7 +186,7 @@ def bars(series: Sequence[Series], ylabel: str) -> str:
         _set_labels(axis, "stage", ylabel)
         _number_stages(axis, stages)
 
-    return _draw((5.0, 3.0), paint)
+    return _draw(SIZE, paint)
 
 
 def ranges(series: Sequence[Series], ylabel: str, *, is_error: bool = False) -> str:
@@ -124,12 +196,12 @@ def ranges(series: Sequence[Series], ylabel: str, *, is_error: bool = False) -> 
     """
 
     def paint(axis: "Axes") -> None:
-        for line in series:
-            colour, dash = line_style(line.run)
+        for line, width in zip(series, line_widths(series), strict=True):
+            colour = line_style(line.run)[0]
             axis.fill_between(line.x, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
             if len(line.x) == 1:  # a single stage has no width to shade
                 axis.vlines(line.x, line.low, line.high, color=colour, alpha=0.6)
-            axis.plot(line.x, line.y, color=colour, linestyle=dash, marker="o", markersize=3)
+            _plot(axis, line, width)
         positive = [y for line in series for y in (*line.low, *line.y) if y > 0]
         if is_error and positive:
             # Linear below the smallest error: a stage that is exact has an error of zero.
@@ -138,7 +210,7 @@ def ranges(series: Sequence[Series], ylabel: str, *, is_error: bool = False) -> 
         _set_labels(axis, "stage", ylabel)
         _number_stages(axis, 1 + int(max(x for line in series for x in line.x)))
 
-    return _draw((5.0, 3.0), paint)
+    return _draw(SIZE, paint)
 
 
 def ticks(spans: Sequence[Span], max_ticks: int = 12) -> str:
@@ -199,9 +271,12 @@ def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[floa
     """Average neighbours until `MAX_POINTS` are left; a mean skips NaN if it has other points."""
     num = min(len(x), MAX_POINTS)
     edges = [i * len(x) // num for i in range(num + 1)]
-    finite = [[value for value in y[i:j] if isfinite(value)] for i, j in pairwise(edges)]
-    means = [fmean(values) if values else nan for values in finite]
-    return [fmean(x[i:j]) for i, j in pairwise(edges)], means
+
+    def means(values: Sequence[float]) -> list[float]:
+        finite = [[*filter(isfinite, values[i:j])] for i, j in pairwise(edges)]
+        return [fmean(part) if part else nan for part in finite]
+
+    return means(x), means(y)
 
 
 def inline(svg: str, number: int, label: str) -> str:

@@ -7,7 +7,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
-from math import isfinite
+from math import isfinite, nan
+from os.path import commonpath
 from pathlib import Path
 from statistics import fmean, median
 
@@ -23,26 +24,35 @@ _CURVES = (
     ("Accuracy", "evaluate", "accuracy", "accuracy, %"),
     ("Evaluation loss", "evaluate", "loss", "loss"),
 )
+_FACTS = {
+    **{"date": "", "machine": "", "device": "on ", "version": "redivider "},
+    **{"torch": "torch ", "python": "Python "},
+}
+_HELD = {"activations": "activations", "weights": "copies of weights"}
 _QUALITIES = {
     "cosine": "cosine to end-to-end",
     "ratio": "ratio of norms",
     "rebuilt_error": "rebuilt output, relative error",
 }
 _NOTES = {
+    "depth": """Activations held for the backward, in networks that are alike but for their depth;
+without a pipeline between forward and backward, else by all stages between two ticks.""",
     "table": """End and best are evaluations: accuracy, or loss where there is none. Seconds are
 training time, samples per second a median. Activations are held by all stages between two ticks, or
 without a pipeline between forward and backward; copies of weights are not counted.""",
-    "memory": """Held between two ticks of a full pipeline; without a pipeline, between forward and
-backward of the whole network, shown as stage 0.""",
+    "memory": """Held by all stages together, between two ticks of a full pipeline; without a
+pipeline, between forward and backward.""",
+    "stages": """Held by each stage of a pipeline, between two ticks.""",
     "quality": """Gradients of a pipeline, compared with those of plain backprop with the weights of
 the same time: means, with the range of all samples. A cosine and a ratio of 1 are best.""",
     "ticks": """Forwards (F, pale) and backwards (B, strong) as measured, each with the number and
-colour of its micro-batch.""",
+colour of its micro-batch. Stages in one process share its processor and take turns: their boxes lie
+one after another. On devices of their own they run at the same time.""",
 }
 _HEAD = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Training report</title>
+<title>{title}</title>
 <style>
 :root { color-scheme: light dark; --page: #fff; --ink: #1b1d21; --soft: #5c626c; --rule: #d9dce1 }
 @media (prefers-color-scheme: dark) {
@@ -52,7 +62,7 @@ body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 sys
 main { max-width: 96rem; margin: auto; padding: 1rem clamp(.8rem, 3vw, 2.5rem) 3rem }
 h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem }
 p { color: var(--soft); max-width: 48rem; margin: .4rem 0; font-size: .87rem }
-.wide { overflow-x: auto }
+.wide { overflow-x: auto } main > .wide { margin-top: 2rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
 th, td { padding: .35rem .8rem; border-bottom: 1px solid var(--rule); text-align: right }
 th:first-child { position: sticky; left: 0; background: var(--page); padding-left: 0 }
@@ -77,7 +87,7 @@ dl { columns: 20rem; font-size: .87rem } dl div { display: flex; gap: .6rem; bre
 dt { color: var(--soft); flex: 0 0 9rem } dd { margin: 0; overflow-wrap: anywhere; min-width: 0 }
 </style></head>
 <body><main>
-<h1>Training report</h1>
+<h1>{title}</h1>
 """
 
 
@@ -102,9 +112,40 @@ class _Page:
         self._num_plots = 0
 
     def html(self) -> str:
-        parts = [self._table(), *self._curves(), self._memory(), self._quality()]
-        parts += [self._rates(), self._ticks(), self._recipes()]
-        return _HEAD + "\n".join(part for part in parts if part) + "\n</main></body></html>\n"
+        memory = "".join((self._depths(), self._totals(), self._stages()))
+        parts = [self._facts(), f'<div class="plots">{memory}</div>' if memory else ""]
+        parts += [self._table(), *self._curves(), self._quality(), self._rates()]
+        parts += [self._ticks(), self._recipes()]
+        head = _HEAD.replace("{title}", escape(self._title()))
+        return head + "\n".join(part for part in parts if part) + "\n</main></body></html>\n"
+
+    def _title(self) -> str:
+        folders = [str(run.folder) for _, run in self._runs]
+        return f"Training report: {commonpath(folders)}" if folders else "Training report"
+
+    def _facts(self) -> str:
+        """Return a line with dates, machines and versions, as far as the logs have them."""
+        starts = [run.start[-1] for _, run in self._runs if run.start]
+        facts = []
+        for key, name in _FACTS.items():
+            values = dict.fromkeys(_text(row[key]) for row in starts if row.get(key) is not None)
+            if key == "date":  # of the first run and of the last one
+                values = dict.fromkeys(day[:10] for day in sorted(values))
+            facts += [name + ", ".join(values)] if values else []
+        return f"<p>{escape('; '.join(facts))}</p>" if facts else ""
+
+    def _depths(self) -> str:
+        held = {i: run.held_by_depth() for i, run in self._runs}
+        depths = sorted({depth for sizes in held.values() for depth in sizes})
+        series = [
+            Series(i, [*depths], [sizes.get(depth, nan) / 2**20 for depth in depths])
+            for i, sizes in held.items()
+            if sizes
+        ]
+        if not series:
+            return ""
+        svg = plots.lines(series, "depth", "MiB", may_be_log=True, xticks=depths)
+        return _section("Memory against depth", [self._figure("activations", svg, series)], "depth")
 
     def _table(self) -> str:
         if not self._runs:
@@ -126,7 +167,7 @@ class _Page:
             figures = []
             for name, xlabel, series in (("by step", "step", by_step), ("by time", unit, by_time)):
                 if series:
-                    svg = plots.lines(series, xlabel, ylabel, is_loss=field == "loss")
+                    svg = plots.lines(series, xlabel, ylabel, may_be_log=field == "loss")
                     figures.append(self._figure(name, svg, series))
             yield _section(title, figures)
 
@@ -139,25 +180,33 @@ class _Page:
             rows: list[Row] = getattr(run, kind)
             factor = 100.0 if y == "accuracy" else 1.0
             pairs = zip(numbers(rows, x), numbers(rows, y), strict=True)
-            points = [(a, factor * b) for a, b in pairs if isfinite(a)]
+            points = [(a, factor * b) if isfinite(a) else (nan, nan) for a, b in pairs]
             if any(isfinite(b) for _, b in points):
                 series.append(Series(i, [a for a, _ in points], [b for _, b in points]))
         return series
 
-    def _memory(self) -> str:
+    def _totals(self) -> str:
         figures = []
-        for field, title in (("activations", "activations"), ("weights", "copies of weights")):
+        for field, title in _HELD.items():
+            held = {i: sum(run.held(field)) / 2**20 for i, run in self._runs}
+            series = [Series(i, [0], [size]) for i, size in held.items() if size > 0]
+            if series:
+                notes = {i: f": {_format(size)} MiB" for i, size in held.items()}
+                figures.append(self._figure(title, plots.totals(series, "MiB"), series, notes))
+        return _section("Total memory", figures, "memory")
+
+    def _stages(self) -> str:
+        figures = []
+        for field, title in _HELD.items():
             held = {i: [size / 2**20 for size in run.held(field)] for i, run in self._runs}
             series = [
                 Series(i, [*range(len(y))], y)
                 for i, y in held.items()
-                if any(size > 0 for size in y)
+                if len(y) > 1 and any(size > 0 for size in y)
             ]
             if series:
-                methods = {i: run.recipe.get("method") for i, run in self._runs}
-                notes = {i: f" ({methods[i]}): {_format(sum(y))} MiB" for i, y in held.items()}
-                figures.append(self._figure(title, plots.bars(series, "MiB"), series, notes))
-        return _section("Memory by stage", figures, "memory")
+                figures.append(self._figure(title, plots.bars(series, "MiB"), series))
+        return _section("Memory by stage", figures, "stages")
 
     def _quality(self) -> str:
         figures = []
@@ -270,14 +319,15 @@ def _in_units(series: list[Series]) -> tuple[list[Series], str]:
 
 
 def _by_stage(i: int, run: Run, field: str) -> Series:
-    """Return mean, minimum and maximum over the samples of each stage that has any."""
-    values: dict[float, list[float]] = {}
+    """Return mean, minimum and maximum over the samples of each stage; NaN where it has none."""
+    values: dict[int, list[float]] = {}
     stages = numbers(run.quality, "stage")
     for stage, value in zip(stages, numbers(run.quality, field), strict=True):
         if isfinite(stage) and isfinite(value):
-            values.setdefault(stage, []).append(value)
-    rows = [values[stage] for stage in sorted(values)]
-    return Series(i, sorted(values), [*map(fmean, rows)], [*map(min, rows)], [*map(max, rows)])
+            values.setdefault(int(stage), []).append(value)
+    places = [*range(1 + max(values, default=-1))]
+    rows = [values.get(stage) or [nan] for stage in places]
+    return Series(i, [*places], [*map(fmean, rows)], [*map(min, rows)], [*map(max, rows)])
 
 
 def _section(title: str, figures: Sequence[str], note: str = "") -> str:
@@ -285,7 +335,8 @@ def _section(title: str, figures: Sequence[str], note: str = "") -> str:
         return ""
     intro = f"<p>{_NOTES[note]}</p>\n" if note else ""
     body = "\n".join(figures)
-    return f'<h2>{title}</h2>\n{intro}<div class="plots {note}">{body}</div>'
+    body = f'<div class="plots {note}">{body}</div>'
+    return f"<section><h2>{title}</h2>\n{intro}{body}</section>"
 
 
 def _swatch(run: int) -> str:

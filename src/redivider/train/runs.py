@@ -20,7 +20,7 @@ RECIPE = "recipe.json"
 LOG = "log.jsonl"
 WEIGHTS = "model.safetensors"
 Row: TypeAlias = dict[str, Any]
-_KINDS = ("start", "train", "evaluate", "memory", "quality", "timeline", "end")
+_KINDS = ("start", "train", "evaluate", "memory", "depth", "quality", "timeline", "end")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Run:
     train: list[Row]
     evaluate: list[Row]
     memory: list[Row]
+    depth: list[Row]
     quality: list[Row]
     timeline: list[Row]
     end: list[Row]
@@ -48,15 +49,21 @@ class Run:
         accuracies = numbers([*self.evaluate, *self.end], "accuracy")
         return "accuracy" if any(map(isfinite, accuracies)) else "loss"
 
+    def held_by_depth(self) -> dict[int, int]:
+        """Return the bytes of activations that the method holds, by the depth of the model."""
+        pairs = zip(numbers(self.depth, "depth"), numbers(self.depth, "activations"), strict=True)
+        return {int(depth): int(size) for depth, size in pairs if isfinite(depth + size)}
+
     def held(self, field: str) -> list[float]:
         """Return the bytes of "activations" or copies of "weights" that each stage holds."""
         return numbers(self.memory[-1].get("stages") or [] if self.memory else [], field)
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Return the folder if it is a run, else all runs below it, in order of their names."""
+    """Return the folder if it is a run, else all runs below it, in the order of their beginning."""
     folder = Path(folder)
-    runs = sorted(path.parent for path in folder.rglob(LOG) if (path.parent / RECIPE).exists())
+    runs = [path.parent for path in folder.rglob(LOG) if (path.parent / RECIPE).exists()]
+    runs.sort(key=lambda run: ((run / RECIPE).stat().st_mtime, run))
     if folder in runs:
         return [folder]
     if not runs:

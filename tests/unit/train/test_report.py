@@ -60,7 +60,15 @@ class Page(HTMLParser):
 
 def rows_of(scale, stages, *, has_accuracy=True):
     """Yield a log with rows of every kind; its numbers depend on `scale`."""
-    yield dict(kind="start", version="0.1", torch="2.13.0", device="cpu", num_parameters=123)
+    yield dict(
+        kind="start",
+        date="2026-01-02 03:04+00:00",
+        machine="Linux aarch64, 2 cores",
+        version="0.1",
+        torch="2.13.0",
+        device="cpu",
+        num_parameters=123,
+    )
     for step in range(1, 6):
         yield dict(
             kind="train",
@@ -81,6 +89,8 @@ def rows_of(scale, stages, *, has_accuracy=True):
         )
     held = [dict(stage=j, activations=scale * (j + 1) * 2**20, weights=0) for j in range(stages)]
     yield dict(kind="memory", stages=held)
+    for depth in (4, 8, 16):
+        yield dict(kind="depth", depth=depth, activations=scale * depth * 2**20)
     for step in (200, 400):
         for j in range(stages):
             quality = dict(cosine=1 - step / 1e4 - j / 1e3, ratio=1.1, rebuilt_error=j * 1e-6)
@@ -129,8 +139,9 @@ def test_all_plots_and_the_table(num_runs, tmp_path):
         for i in range(num_runs)
     ]
     page = report(tmp_path, *folders)
-    # Loss and accuracy by step and time, memory, three qualities, the rate; a timeline each.
-    assert page.tags["svg"] == 9 + num_runs
+    # Memory by depth, in total and by stage; loss and accuracy by step and time; three qualities;
+    # the rate; a timeline each.
+    assert page.tags["svg"] == 11 + num_runs
     assert page.tags["details"] == num_runs and len(page.cells) == num_runs + 1
     for i, cells in enumerate(page.cells[1:]):
         scale = i + 2
@@ -153,7 +164,7 @@ def test_loss_where_there_is_no_accuracy(tmp_path):
     assert page.cells[1][5:7] == ["loss 4.5", "loss 3"]
     page = report(tmp_path, text, write_run(tmp_path / "images", rows_of(4, 2)))
     assert "Evaluation loss" in page.text and "Accuracy" in page.text
-    assert page.tags["svg"] == 11 + 2
+    assert page.tags["svg"] == 13 + 2
 
 
 def test_what_files_say_is_escaped(tmp_path):
@@ -187,7 +198,7 @@ def test_colours_are_those_of_the_run_everywhere(tmp_path):
     page = report(tmp_path, empty, write_run(tmp_path / "full", rows_of(2, 3)))
     swatches = [value for name, value in page.values if name == "style" and "border-top" in value]
     first, second = (plots.line_style(i)[0] for i in range(2))
-    assert [second in swatch for swatch in swatches].count(True) == 10 + 2
+    assert [second in swatch for swatch in swatches].count(True) == 12 + 2
     assert [first in swatch for swatch in swatches].count(True) == 2
     lines = [
         value for name, value in page.values if name == "style" and "stroke: " in (value or "")
@@ -234,7 +245,7 @@ def test_any_number_of_stages(num_stages, tmp_path):
         write_run(tmp_path / "b", rows_of(3, 1), method="store"),
     ]
     page = report(tmp_path, *runs)
-    assert page.tags["svg"] == 9 + 2
+    assert page.tags["svg"] == 11 + 2 - (num_stages == 1)
     assert page.cells[1][4] == str(num_stages)
     total = 2 * num_stages * (num_stages + 1) / 2
     assert page.cells[1][-1] == (f"{total:,.0f}" if total >= 1000 else f"{total:g}")
@@ -243,9 +254,8 @@ def test_any_number_of_stages(num_stages, tmp_path):
 def test_copies_of_weights_have_a_plot_of_their_own(tmp_path):
     stages = [dict(stage=j, activations=2**20, weights=j * 2**21) for j in range(3)]
     page = report(tmp_path, write_run(tmp_path / "run", [dict(kind="memory", stages=stages)]))
-    assert page.tags["svg"] == 2
-    assert any("run (petra): 3 MiB" in text for text in page.text)
-    assert any("run (petra): 6 MiB" in text for text in page.text)
+    assert page.tags["svg"] == 4  # in total, and by stage
+    assert "run: 3 MiB" in page.text and "run: 6 MiB" in page.text
 
 
 def test_a_run_that_went_on_after_its_end(tmp_path):
@@ -313,6 +323,75 @@ def test_long_lines_are_averaged():
     assert len(x) == len(y) == plots.MAX_POINTS and x == sorted(x)
     assert y[0] == 0.0 and sum(map(math.isfinite, y)) > 300
     assert plots.thin([1, 2], [3.0, math.nan])[0] == [1, 2]
+
+
+def test_the_page_begins_with_where_and_when_and_with_memory_against_depth(tmp_path):
+    folders = [write_run(tmp_path / name, rows_of(2, 3), method=name) for name in ("a", "b")]
+    page = report(tmp_path, *folders)
+    text = " ".join(word for word in page.text if word.strip())
+    assert text.count(f"Training report: {tmp_path}") == 2  # title and headline
+    facts = "2026-01-02; Linux aarch64, 2 cores; on cpu; redivider 0.1; torch 2.13.0"
+    titles = (facts, "Memory against depth", "Total memory", "Memory by stage", "Training loss")
+    places = [text.index(title) for title in titles]
+    assert places == sorted(places)
+    assert "Stages in one process share its processor and take turns" in " ".join(text.split())
+    alone = report(tmp_path, folders[0])
+    assert any(f"Training report: {folders[0]}" in text for text in alone.text)
+
+
+def num_strokes(svg, run):
+    """Return how many connected lines of a run are in a plot."""
+    colour = plots.line_style(run)[0]
+    paths = re.findall(rf'<path d="([^"]*)"[^>]*stroke: {colour}', svg)
+    return sum(path.count("M") for path in paths if "L" in path)
+
+
+def test_lines_have_gaps_where_points_are_missing(tmp_path):
+    nan = math.nan
+    whole = plots.Series(0, [1.0, 2, 3, 4, 5], [1.0, 2, 3, 4, 5])
+    broken = plots.Series(1, [1.0, 2, 3, 4, 5], [2.0, 2, nan, 4, 9])
+    svg = plots.lines([whole, broken], "step", "loss")
+    assert (num_strokes(svg, 0), num_strokes(svg, 1)) == (1, 2)
+    rows = [
+        dict(kind="quality", step=1, stage=stage, cosine=0.5, ratio=None, rebuilt_error=None)
+        for stage in (0, 1, 3, 4)
+    ]
+    rows += [dict(kind="train", step=step, loss=1.0) for step in (1, 2, None, 4, 5)]
+    write_report([write_run(tmp_path / "run", rows)], tmp_path / "page.html")
+    loss, cosine = re.findall(r"<svg.*?</svg>", (tmp_path / "page.html").read_text(), re.DOTALL)
+    assert num_strokes(loss, 0) == 2 and num_strokes(cosine, 0) == 2
+
+
+def test_a_point_without_neighbours_is_a_dot():
+    y = [math.nan if i in (49, 51) else 1.0 for i in range(100)]
+    svg = plots.lines([plots.Series(0, [*map(float, range(100))], y)], "step", "loss")
+    assert svg.count("<use") == 1 + plots.lines(
+        [plots.Series(0, [*map(float, range(100))], [1.0] * 100)], "step", "loss"
+    ).count("<use")
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_lines_that_coincide_are_wider_below(is_log):
+    x = [*map(float, range(10))]
+    series = [plots.Series(i, x, [1.0 + v for v in x]) for i in range(3)]
+    series.append(plots.Series(3, x, [40.0 - v for v in x]))
+    widths = plots.line_widths(series, is_log=is_log)
+    assert widths[0] > widths[1] > widths[2] == widths[3]
+    assert plots.line_widths([series[3], plots.Series(4, x, [math.nan] * 10)])[0] == widths[3]
+
+
+def test_a_method_that_was_not_measured_at_a_depth_has_a_gap_there(tmp_path):
+    sizes = {"a": (4, 8, 16, 32), "b": (4, 8, 32)}
+    folders = [
+        write_run(
+            tmp_path / name,
+            [dict(kind="depth", depth=depth, activations=depth * 2**20) for depth in depths],
+        )
+        for name, depths in sizes.items()
+    ]
+    write_report(folders, tmp_path / "page.html")
+    (svg,) = re.findall(r"<svg.*?</svg>", (tmp_path / "page.html").read_text(), re.DOTALL)
+    assert [num_strokes(svg, run) for run in (0, 1)] == [1, 2]
 
 
 def test_the_same_files_give_the_same_page(tmp_path):
