@@ -59,12 +59,13 @@ def summarise(
 def summarise_by_layer(name: str, *, batch: int = 8) -> Summary:
     """Return what `summarise` does, from a copy with at most three layers per stage.
 
-    From its third layer on, all layers of a stage cost the same, and couplings keep nothing.
+    From its third layer on, all layers of a stage cost the same, and couplings keep nothing. In a
+    model without stages all layers cost the same, and one is enough.
     """
     options = resolve(name)[1]
     field = "depths" if hasattr(options, "depths") else "depth"
     depths = options.depths if field == "depths" else (options.depth,)
-    shallow = [min(depth, 3) for depth in depths]
+    shallow = [min(depth, 3 if field == "depths" else 1) for depth in depths]
     model, x = _build(name, batch, {field: shallow if field == "depths" else shallow[0]})
     layers: list[tuple[int, int, int]] = []  # parameters, FLOPs and bytes of their units
     model.backward = "store"

@@ -10,10 +10,10 @@ from redivider.models.catalogue import list_models
 from redivider.train.errors import TrainError
 from redivider.train.overrides import override
 from redivider.train.recipe import Recipe, read_recipe
-from redivider.train.recipes import RECIPES, get_recipe, list_recipes
+from redivider.train.recipes import RECIPES, get_recipe
 
 
-@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_comes_back_from_json(name, tmp_path):
     original = get_recipe(name)
     assert original.name == name and original.model in list_models()

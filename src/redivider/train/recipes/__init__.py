@@ -16,11 +16,6 @@ _FACTORIES: list[Callable[[], Recipe]] = [
 RECIPES = {factory().name: factory for factory in _FACTORIES}
 
 
-def list_recipes() -> list[str]:
-    """Return the names of all recipes."""
-    return list(RECIPES)
-
-
 def get_recipe(name: str) -> Recipe:
     """Return the recipe of a name."""
     if name not in RECIPES:
