@@ -477,6 +477,9 @@ def test_a_finished_run_is_trained_further_in_few_bits(tmp_path, monkeypatch):
         train(replace(then, method=method, lr=1e-2), f"runs/{method}")
     exact, close = ([row["loss"] for row in rows(Path("runs", m))] for m in ("store", "compress"))
     assert close == pytest.approx(exact, rel=0.01) and close[-1] != exact[-1]
+    shutil.rmtree("runs/gpt_nano-text")  # its weights are not needed any more
+    trained, _ = rd.load_run("runs/compress")
+    assert trained.state_dict().keys() == weights[0].keys()
 
 
 def test_checkpoints_come_by_the_minute(tmp_path, monkeypatch):

@@ -154,8 +154,11 @@ def _read(folder: Path) -> tuple[Recipe, dict[str, Tensor]]:
             f"`redivider train --resume {folder}` continues it"
         )
     safetensors = require("safetensors.torch", "reading a run", "checkpoint")
+    recipe = read_recipe(folder / RECIPE)
+    # The weights that the run began with are of no use any more.
+    options = {name: value for name, value in recipe.model_options.items() if name != "weights"}
     try:
-        return read_recipe(folder / RECIPE), safetensors.load_file(folder / WEIGHTS)
+        return replace(recipe, model_options=options), safetensors.load_file(folder / WEIGHTS)
     except require("safetensors", "reading a run", "checkpoint").SafetensorError as error:
         raise TrainError(f"{folder / WEIGHTS} is damaged ({error}); train the run anew") from None
 

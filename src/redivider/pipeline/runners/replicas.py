@@ -1,10 +1,14 @@
 """What the replicas of a stage average before an update: gradients and running statistics."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
-from redivider.pipeline.runners.topology import Team
 from redivider.replay.statistics import counting_layers
+
+if TYPE_CHECKING:
+    from redivider.pipeline.runners.topology import Team
 
 
 class Shares:
@@ -32,7 +36,7 @@ class Shares:
         return all(self._is_used)
 
     @torch.no_grad()
-    def average(self, team: Team) -> None:
+    def average(self, team: "Team") -> None:
         """Average the tensors over the replicas, in place."""
         tensors: list[Tensor] = [*self._grads, *self._running]
         if not tensors:
