@@ -10,7 +10,7 @@ from support.oracle import gradients, weigh, worst_error
 from torch import nn
 
 import redivider as rd
-from redivider.convert import reversible
+from redivider.backward import tape
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -49,7 +49,7 @@ def train(model, dtype=torch.float32):
 
 @pytest.fixture
 def watched(monkeypatch):
-    monkeypatch.setattr(reversible, "Tape", Watched)
+    monkeypatch.setattr(tape, "Tape", Watched)
     monkeypatch.setattr(Watched, "num_compared", 0)
     return Watched
 

@@ -9,7 +9,7 @@ from support.oracle import gradients
 from support.pretrained import CAUSAL, FAMILIES, batch, make
 
 import redivider as rd
-from redivider.convert import reversible
+from redivider.backward import tape
 from redivider.convert.blocks import find_blocks
 
 pytest.importorskip("transformers")
@@ -36,7 +36,7 @@ def family(request):
 
 
 def test_gradients_are_those_at_quantized_inputs(family, monkeypatch):
-    monkeypatch.setattr(reversible, "Tape", Watched)
+    monkeypatch.setattr(tape, "Tape", Watched)
     monkeypatch.setattr(Watched, "num_compared", 0)
     model, reference = make(family), make(family)
     name, blocks = find_blocks(reference, None)

@@ -188,16 +188,8 @@ class _Job:
 
     def _node_before(self) -> Any:
         """Return the node of the unit that the backward reaches next, if it is near."""
-        queue = _previous_nodes(self._ctx)
-        for _ in range(NUM_SEARCHED):
-            if not queue:
-                return None
-            node = queue.pop(0)
-            kept = getattr(node, "kept", None)
-            if isinstance(kept, Kept):
-                return node if kept.precedes(self.key) else None
-            queue += _previous_nodes(node)
-        return None
+        node = _find_node(_previous_nodes(self._ctx))
+        return node if node is not None and node.kept.precedes(self.key) else None
 
     def prepare(self, *, flows: bool = True) -> Any:
         with naming(self.key.name):
@@ -229,6 +221,24 @@ class _Job:
         with naming(self.key.name):
             input_grads: list[Tensor | None] = self.key.finish(prepared, self._needs, grads)
             return input_grads
+
+
+def find_kept(node: Any) -> Kept | None:
+    """Return the state of the unit that a node of a graph belongs to, or that is near before it."""
+    near = None if node is None else _find_node([node])
+    return None if near is None else near.kept
+
+
+def _find_node(queue: list[Any]) -> Any:
+    """Return the node of a unit among some nodes, and those that the backward reaches next."""
+    for _ in range(NUM_SEARCHED):
+        if not queue:
+            return None
+        node = queue.pop(0)
+        if isinstance(getattr(node, "kept", None), Kept):
+            return node
+        queue += _previous_nodes(node)
+    return None
 
 
 def _previous_nodes(node: Any) -> list[Any]:

@@ -22,6 +22,8 @@ STEPS = {1: 2.05, 2: 1.2, 3: 0.61, 4: 0.335, 5: 0.188, 6: 0.104, 7: 0.057, 8: 0.
 MAX_BITS = 8
 PER_BYTE = 8
 ROW = 64  # a row has as many values at least, so that its step takes little memory
+MAX_ROW = 2**16  # values of a row that kernels take
+HUGE = 1e18  # larger differences have no square, and are not followed; nor are those to no number
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,6 +59,7 @@ def encode(x: Tensor, y: Tensor, bits: int) -> Code:
         return Code(*kernels.encode_rows(x.contiguous(), y, row_length(y.shape), bits))
     rows = y.view(-1, row_length(y.shape))
     distance = x.reshape(rows.shape).to(y.dtype) - rows
+    distance = torch.where(distance.abs() < HUGE, distance, 0.0)
     steps = distance.square().mean(1).sqrt().mul_(STEPS[bits])
     levels = 2**bits
     code = distance.div_(steps[:, None]).floor_().add_(levels // 2)
@@ -108,7 +111,8 @@ def _places(device: torch.device) -> Tensor:
 
 def _find_kernels(x: Tensor, y: Tensor) -> Any:
     """Return the module with kernels for tensors, or None."""
-    if x.is_cuda and x.dtype in KERNEL_DTYPES and y.dtype == torch.float32:
+    has_kernels = x.is_cuda and x.dtype in KERNEL_DTYPES and y.dtype == torch.float32
+    if has_kernels and row_length(y.shape) <= MAX_ROW:
         try:
             return import_module("redivider.backward.quantizer_kernels")
         except ImportError:  # torch comes with Triton on Linux only

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redivider.backward.quantizer import PER_BYTE, STEPS
+from redivider.backward.quantizer import HUGE, PER_BYTE, STEPS
 
 MAX_INT32 = 2**31 - 2**20  # indices beyond need 64 bits, which are slow
 WIDE_ROW = 1024  # bytes of a bit of a row, from which on a program takes more warps
@@ -20,7 +20,8 @@ def encode_rows(x: Tensor, y: Tensor, length: int, bits: int) -> tuple[Tensor, T
     size = triton.cdiv(length, PER_BYTE)
     packed = torch.empty(num, bits, size, dtype=torch.uint8, device=y.device)
     steps = torch.empty(num, dtype=torch.float32, device=y.device)
-    _run(_encode, num, x, y, packed, steps, length, size, STEP=STEPS[bits], BITS=bits)
+    constants = {"STEP": STEPS[bits], "BITS": bits, "HUGE": HUGE}
+    _run(_encode, num, x, y, packed, steps, length, size, **constants)
     return packed, steps
 
 
@@ -35,7 +36,8 @@ def _run(kernel: Any, num: int, *args: Any, **options: Any) -> None:
     first, size = args[0], args[-1]
     if first.numel():
         block = triton.next_power_of_2(size)
-        options |= {"WIDE": first.numel() >= MAX_INT32, "BLOCK": block}
+        largest = max(first.numel(), num * options["BITS"] * size)
+        options |= {"WIDE": largest >= MAX_INT32, "BLOCK": block}
         with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
             kernel[(num,)](*args, **options, num_warps=8 if block >= WIDE_ROW else 4)
 
@@ -65,6 +67,7 @@ def _encode(
     size,
     STEP: tl.constexpr,
     BITS: tl.constexpr,
+    HUGE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -72,6 +75,7 @@ def _encode(
     x = tl.load(x_ptr + row * length + place, mask, 0.0).to(tl.float32)
     y = tl.load(y_ptr + row * length + place, mask, 0.0)
     distance = x - y
+    distance = tl.where(tl.abs(distance) < HUGE, distance, 0.0)
     step = tl.sqrt(tl.sum(distance * distance) / length) * STEP
     code = tl.floor(distance / tl.where(step == 0, 1.0, step)) + (1 << (BITS - 1))
     code = tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1.0)

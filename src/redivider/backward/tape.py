@@ -12,12 +12,13 @@ of the next difference, and errors do not add up. The forward computes with x, a
 plain network; in the backward a unit is run again at y.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from redivider._torch_private import backward_keeps_graph
 from redivider.backward.node import KeptInput
 from redivider.backward.quantizer import Code, encode, move
 from redivider.replay import Call, GraphRun
@@ -26,7 +27,7 @@ BITS = 2  # for a value, unless another number is asked for
 
 
 class Tape:
-    """Inputs of one forward pass, of one shape.
+    """Inputs of one forward pass, of one shape and one order in memory.
 
     Args:
         bits: Bits for a value of an input.
@@ -34,19 +35,16 @@ class Tape:
     """
 
     def __init__(self, bits: int, like: Tensor) -> None:
-        self._bits = bits
-        self._kind = _kind(like)
-        self._y: Tensor
+        self._bits, self._dtype = bits, like.dtype
+        # As in memory: there random numbers are drawn in that order, so dropout needs it again.
+        self._order = _order_of(like)
+        self._y: Tensor  # in that order
         self._position = -1  # of the input that y stands for
         self._codes: list[Code] = []  # from every input to the next
 
-    def takes(self, x: Tensor) -> bool:
-        """Return whether a tensor can be the next input."""
-        return _kind(x) == self._kind
-
     def append(self, x: Tensor) -> int:
         """Keep an input; return its position."""
-        x = x.detach()
+        x = x.detach().permute(self._order)
         if self._position < 0:
             wide = torch.promote_types(x.dtype, torch.float32)
             self._y = x.to(wide, copy=True, memory_format=torch.contiguous_format)
@@ -59,8 +57,12 @@ class Tape:
     def read(self, position: int) -> Tensor:
         """Return what the tape knows of the input at a position."""
         self._seek(position)
-        _, dtype, _ = self._kind
-        return self._y.to(dtype, copy=True)  # y moves on
+        y = self._y
+        if self._dtype == torch.float16:  # whose range a level beyond the input may leave
+            largest = torch.finfo(self._dtype).max
+            y = y.clamp(-largest, largest)
+        places = [self._order.index(dim) for dim in range(y.dim())]
+        return y.to(self._dtype, copy=True).permute(places)  # a copy, because y moves on
 
     def _seek(self, position: int) -> None:
         while self._position > position:
@@ -72,44 +74,52 @@ class Tape:
 
 
 class Tapes:
-    """Tapes of one forward pass of a chain: one for the inputs of every shape."""
+    """Tapes of one forward pass: one for the inputs of every shape.
 
-    def __init__(self) -> None:
+    Args:
+        bits: Bits for a value of an input.
+    """
+
+    def __init__(self, bits: int = BITS) -> None:
+        self._bits = bits
         self._tapes: dict[Any, Tape] = {}
 
     def make_kept(self, name: str, call: Call, *, with_graph: bool, num_inputs: int) -> KeptInput:
         """Return the state of a module, whose input goes to a tape if it is one tensor."""
         if num_inputs != 1:
             return KeptInput(name, call, with_graph=with_graph)
-        return KeptOnTape(self._tape_for, name, call, with_graph=with_graph)
+        return KeptOnTape(self, name, call, with_graph=with_graph)
 
-    def _tape_for(self, x: Tensor) -> Tape | None:
-        if not x.is_floating_point():  # such as tokens
+    def tape_for(self, x: Tensor) -> Tape | None:
+        """Return the tape for an input; None for one that is not compressed, such as tokens."""
+        if not x.is_floating_point():
             return None
-        return self._tapes.setdefault(_kind(x), Tape(BITS, x))
+        kind = x.shape, x.dtype, x.device, _order_of(x)
+        if kind not in self._tapes:
+            self._tapes[kind] = Tape(self._bits, x)
+        return self._tapes[kind]
 
 
 class KeptOnTape(KeptInput):
     """State of a module whose first tensor goes to a tape.
 
     Args:
-        choose: Function that returns the tape for a tensor, or None to keep it as it is.
+        tapes: Tapes of the forward pass.
         name: Name of the module, for errors.
         call: Its call.
         with_graph: Build a graph in the first run, too.
     """
 
-    def __init__(
-        self, choose: Callable[[Tensor], Tape | None], name: str, call: Call, *, with_graph: bool
-    ) -> None:
+    def __init__(self, tapes: Tapes, name: str, call: Call, *, with_graph: bool) -> None:
         super().__init__(name, call, with_graph=with_graph)
-        self._choose = choose
+        self.tapes: Tapes | None = tapes
+        """Tapes of the forward pass, until its backward has used them."""
         self._tape: Tape | None = None
-        self._position: int
+        self._position = -1
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        if any(tensor.requires_grad for tensor in tensors):  # else there is no backward
-            self._tape = self._choose(tensors[0])
+        if self.tapes is not None and any(tensor.requires_grad for tensor in tensors):
+            self._tape = self.tapes.tape_for(tensors[0])
         if self._tape is None:
             return super().forward(tensors)
         self._position = self._tape.append(tensors[0])
@@ -119,10 +129,18 @@ class KeptOnTape(KeptInput):
     def prepare(
         self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool
     ) -> GraphRun | None:
-        if flows and self._tape is not None:
+        if flows and self._position >= 0:
+            if self._tape is None:
+                raise RuntimeError(
+                    "its input was released by a backward before; that one needs retain_graph=True"
+                )
             saved = [self._tape.read(self._position), *saved]
+        if not backward_keeps_graph():
+            self.tapes = self._tape = None  # the caller may hold the loss, and with it the graph
         return super().prepare(saved, needs, flows=flows)
 
 
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
+def _order_of(x: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a tensor in their order in memory."""
+    strides = x.stride()
+    return tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))

@@ -7,18 +7,18 @@ of `state_dict` stay as they are.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from inspect import signature
 from typing import Any, TypeVar
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from redivider._torch_private import compiled_call, remove_forward_pre_hook
+from redivider.backward.node import find_kept
 from redivider.backward.quantizer import MAX_BITS
-from redivider.backward.tape import BITS, KeptOnTape, Tape
+from redivider.backward.tape import BITS, KeptOnTape, Tapes
 from redivider.compile import compile_units
 from redivider.convert.blocks import find_blocks
 from redivider.errors import UnitError, naming
@@ -99,7 +99,7 @@ def make_plain(model: Model) -> Model:
 
 
 class _Row:
-    """A list of blocks, and the tape of the forward pass that is under way.
+    """A list of blocks.
 
     Args:
         names: Names of the blocks.
@@ -110,15 +110,11 @@ class _Row:
     def __init__(self, names: list[str], plain: list["_Plain"], bits: int) -> None:
         self.plain = plain
         self._names, self._bits = names, bits
-        self._tapes: list[ref[Tape]] = []  # which graphs hold
-        self._last = -1  # index of the block that ran last
-        self._num_repeats = 0  # of its calls in a row
         self.compiled: dict[Any, Any] = {}
         """Compiled functions, which blocks share that differ in their weights only."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles are without a pass that is under way, and without compiled functions.
-        return {**vars(self), "_tapes": [], "compiled": {}}
+        return {**vars(self), "compiled": {}}  # which cannot be copied
 
     @property
     def trains(self) -> bool:
@@ -128,45 +124,28 @@ class _Row:
     # A compiler cannot trace autograd nodes and tapes.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block whose input is kept on the tape."""
+        """Run a block whose input is kept on a tape."""
         plain = self.plain[index]
         with naming(self._names[index]):
             if getattr(plain.wrapped, "gradient_checkpointing", False):
                 _refuse_checkpointing()
             x, args, kwargs = plain.split_stream(*_without_cache(args, kwargs))
-            if not any(
-                t.requires_grad for t in (*plain.parameters(), *tensors_of((x, args, kwargs)))
-            ):
+            tensors = (*plain.parameters(), *tensors_of((x, args, kwargs)))
+            if not any(tensor.requires_grad for tensor in tensors):
                 return plain(x, *args, **kwargs)
-            call, tensors = Call.split(plain, (x, *args), kwargs)
-            kept = _KeptBlock(partial(self._tape_for, index), self._names[index], call)
-            return kept.merge(kept.apply(tensors))
-
-    def _tape_for(self, index: int, x: Tensor) -> Tape:
-        """Return the tape of this forward pass; a new one at its first block.
-
-        A pass may call every block several times in a row, for streams of their own. The first
-        calls of all blocks share a tape, so do the second ones.
-        """
-        if index < self._last or all(tape() is None for tape in self._tapes):
-            self._tapes, self._num_repeats = [], 0
-        else:
-            self._num_repeats = self._num_repeats + 1 if index == self._last else 0
-        self._last = index
-        place = slice(self._num_repeats, self._num_repeats + 1)
-        tape = next((tape() for tape in self._tapes[place]), None)
-        if tape is None or not tape.takes(x):
-            tape = Tape(self._bits, x)
-            self._tapes[place] = [ref(tape)]
-        return tape
+            call, inputs = Call.split(plain, (x, *args), kwargs)
+            tapes = _find_tapes(x, self) or Tapes(self._bits)
+            kept = _KeptBlock(self, tapes, self._names[index], call)
+            return kept.merge(kept.apply(inputs))
 
 
 class _KeptBlock(KeptOnTape):
     """State of a block, whose output may have other things in it than tensors."""
 
-    def __init__(self, choose: Callable[[Tensor], Tape], name: str, call: Call) -> None:
+    def __init__(self, row: _Row, tapes: Tapes, name: str, call: Call) -> None:
         # With the graph of the first run, gradients of what a block keeps inside are noticed.
-        super().__init__(choose, name, call, with_graph=True)
+        super().__init__(tapes, name, call, with_graph=True)
+        self.row = row
         self._leaves: list[Any]  # of the output, without its tensors
 
     def split_output(self, output: Any) -> Sequence[Tensor]:
@@ -179,6 +158,12 @@ class _KeptBlock(KeptOnTape):
         following = iter(outputs)
         leaves = [next(following) if leaf is _TENSOR else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self.spec)
+
+
+def _find_tapes(x: Tensor, row: _Row) -> Tapes | None:
+    """Return the tapes of the pass that a stream belongs to: those of the block that gave it."""
+    kept = find_kept(x.grad_fn)
+    return kept.tapes if isinstance(kept, _KeptBlock) and kept.row is row else None
 
 
 class _Plain(nn.Module):
@@ -204,6 +189,8 @@ class _Plain(nn.Module):
             x, args = args[0], args[1:]
         else:
             first = list(signature(self._forward).parameters)[1]
+            if first not in kwargs:
+                raise UnitError("a block takes its input as the first argument, and got none")
             x, kwargs = kwargs[first], {k: v for k, v in kwargs.items() if k != first}
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__

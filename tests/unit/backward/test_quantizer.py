@@ -74,6 +74,16 @@ def test_a_row_is_at_least_64_values_of_a_sample(shape, length):
     assert row_length(torch.Size(shape)) == length
 
 
+def test_values_that_are_not_finite_are_not_followed():
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 3, 80)
+    clean = y.clone()
+    encode(x, clean, 2)
+    x[1, 7], x[2, 3] = torch.inf, torch.nan
+    encode(x, y, 2)
+    assert y.isfinite().all() and torch.equal(y[0], clean[0])
+
+
 def test_no_values():
     for shape in ((0, 5), (3, 0)):
         encode(torch.zeros(shape), torch.zeros(shape), 2)

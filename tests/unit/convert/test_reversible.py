@@ -15,8 +15,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import redivider as rd
+from redivider.backward import tape
 from redivider.checks.memory import Live
-from redivider.convert import reversible
 
 WIDTH = 12
 
@@ -113,7 +113,7 @@ def test_the_reference_is_the_plain_network_but_for_the_bits():
     ],
 )
 def test_the_tape_is_walked_back(bits, dtype, monkeypatch):
-    monkeypatch.setattr(reversible, "Tape", Watched)
+    monkeypatch.setattr(tape, "Tape", Watched)
     monkeypatch.setattr(Watched, "num_compared", 0)
     model = rd.make_reversible(network(depth=64, dtype=dtype), bits)
     train(model, dtype=dtype)
@@ -121,7 +121,7 @@ def test_the_tape_is_walked_back(bits, dtype, monkeypatch):
 
 
 def test_under_autocast(monkeypatch):
-    monkeypatch.setattr(reversible, "Tape", Watched)
+    monkeypatch.setattr(tape, "Tape", Watched)
     monkeypatch.setattr(Watched, "num_compared", 0)
     model = rd.make_reversible(network(), 2)
     with torch.autocast("cpu", torch.bfloat16):
@@ -259,14 +259,36 @@ def test_a_value_that_is_not_finite_shows_in_the_loss_and_the_gradients():
     with torch.no_grad():
         model.layers[2].second.bias.fill_(torch.inf)
     assert model(inputs()).isnan().all()
-    assert train(model)["stem.weight"].isnan().any()
+    assert train(model)["head.weight"].isnan().all()
+
+
+class Padded(Block):
+    """A block that does not look at the first position."""
+
+    def forward(self, x, scale=None):
+        pad = torch.tensor([True, False, False])[:, None]
+        return super().forward(x.masked_fill(pad, 0.0), scale)
+
+
+def test_values_that_are_not_finite_and_not_used():
+    nets: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        net: Any = Changing(4)
+        net.layers = nn.ModuleList(Padded(dropout=0.0) for _ in range(4))
+        filler = torch.tensor([-torch.inf, 0.0, 0.0])[:, None]
+        net.change = lambda x, filler=filler: x + filler
+        nets.append(net)
+    model, plain = nets
+    rd.make_reversible(model, 8)
+    assert worst_error(train(model), train(plain)) <= 0.05
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")  # the compiler's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_compiled_blocks(monkeypatch):
-    monkeypatch.setattr(reversible, "Tape", Watched)
+    monkeypatch.setattr(tape, "Tape", Watched)
     monkeypatch.setattr(Watched, "num_compared", 0)
     torch._dynamo.reset()
     counters["stats"].clear()
@@ -419,6 +441,91 @@ def test_blocks_that_are_left_out_and_run_in_any_order():
     ours, theirs = run(model), run(plain)
     assert ours["layers.4.first.weight"] is None
     assert worst_error(ours, theirs) <= 0.02
+
+
+class Dropping(nn.Module):
+    """A block whose random numbers are drawn in the order of its input's memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.linear = nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.linear(self.drop(x))
+
+
+@pytest.mark.parametrize("by_chain", [False, True])
+def test_dropout_is_replayed_in_every_order_of_memory(by_chain):
+    def make():
+        torch.manual_seed(1)
+        return nn.Sequential(*(Dropping() for _ in range(3)))
+
+    plain, reference = make(), make()
+    follow(reference, 2)
+    if by_chain:
+        model: Any = rd.Chain(make(), backward="compress")
+    else:
+        model = rd.make_reversible(nn.ModuleList([make()]), 2, "0")[0]
+    x = torch.randn(4, WIDTH, 6).transpose(1, 2)
+    outputs, grads = [], []
+    for net in (plain, reference, model):
+        torch.manual_seed(5)
+        outputs.append(net(x))
+        weigh(outputs[-1]).backward()
+        grads.append({str(i): grad for i, grad in enumerate(gradients(net).values())})
+    assert torch.equal(outputs[0], outputs[2])
+    assert worst_error(grads[2], grads[1]) <= 1e-5
+
+
+@pytest.mark.parametrize("first, then", [([0], [0, 1, 2, 3]), ([0, 1], [2, 3]), ([0, 1], [1, 3])])
+def test_a_pass_continues_its_own_tape_alone(first, then):
+    model, reference = rd.make_reversible(network(dropout=0), 2), network(dropout=0)
+    follow([reference.layers[index] for index in then], 2)
+
+    def run(net, layers, size):
+        x = size * torch.randn(6, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+        for index in layers:
+            x = net.layers[index](x)
+        return weigh(x)
+
+    other = run(model, first, 30)  # whose graph is alive
+    run(model, then, 1).backward()
+    run(reference, then, 1).backward()
+    assert worst_error(gradients(model), gradients(reference)) <= 1e-5
+    other.backward()
+
+
+def test_nothing_is_held_after_the_backward():
+    model = rd.make_reversible(network(dropout=0))
+    train(model)  # gradients are there
+    with Live() as live:
+        loss = weigh(model(inputs()))
+        loss.backward()
+        gc.collect()
+        assert live.bytes <= loss.nbytes
+    with pytest.raises(RuntimeError):
+        loss.backward()
+
+
+def test_blocks_in_any_order_and_again_keep_their_bits():
+    model = rd.make_reversible(network(dropout=0), 2)
+    x = model.stem(torch.randn(64, 16, 4))
+    held = []
+    with Live() as live:
+        for index in (4, 3, 2, 1, 0, 0, 0):
+            x = model.layers[index](x)
+            held.append(live.bytes)
+    per_value = [(b - a) / (64 * 16 * WIDTH) for a, b in pairwise(held)]
+    assert max(per_value) <= (2 + 0.5) / 8
+
+
+def test_float16_does_not_overflow():
+    known = tape.Tape(1, x := torch.full((1, 64), 40_000.0, dtype=torch.float16))
+    known.append(x)
+    x = x.clone()
+    x[0, :32] = 64_000
+    x[0, 32:] = -64_000
+    assert known.read(known.append(x)).isfinite().all()
 
 
 def test_passes_that_take_turns():
