@@ -103,24 +103,26 @@ SHALLOW: dict[str, dict[str, Any]] = {
 @exports_onnx
 @pytest.mark.parametrize("name", SHALLOW)
 def test_every_family_as_onnx(name, tmp_path):
-    """In both arithmetics, as one network: an export takes seconds."""
+    """In both arithmetics, with its plain counterpart, as one network: an export takes seconds."""
     pytest.importorskip("onnxscript")
     options = {**dict(EACH)[name], **SHALLOW[name]}
+    plain = name.replace("revnet", "resnet").removeprefix("rev_")
 
-    class Both(nn.Module):
+    class Three(nn.Module):
         def __init__(self):
             super().__init__()
             self.one, self.other = (
                 rd.create_model(name, arithmetic=kind, **options) for kind in ("float", "fixed")
             )
+            self.plain = rd.create_model(plain, **options)
 
         def forward(self, x):
-            return self.one(x), self.other(x)
+            return self.one(x), self.other(x), self.plain(x)
 
-    both, path = Both().eval(), tmp_path / "both.onnx"
-    torch.onnx.export(both, (inputs(name),), path, verbose=False)
+    three, path = Three().eval(), tmp_path / "three.onnx"
+    torch.onnx.export(three, (inputs(name),), path, verbose=False)
     x = inputs(name, 1)
-    for output, expected in zip(run_onnx(path, x), both(x), strict=True):
+    for output, expected in zip(run_onnx(path, x), three(x), strict=True):
         torch.testing.assert_close(output, expected.detach(), rtol=1e-4, atol=1e-5)
 
 
