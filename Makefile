@@ -22,7 +22,9 @@ INTEROP := .venv-interop
 
 fast: lint types unit
 
-test: lint types test-types pytest
+# Beside each other: mypy uses one core.
+test: lint
+	$(MAKE) -j2 test-types pytest
 
 install: $(DEV)
 
@@ -34,7 +36,7 @@ lint: $(DEV)
 types: $(DEV)
 	$(BIN)/mypy
 
-test-types: $(DEV)  # a benchmark is a folder of scripts, which import each other by their names
+test-types: types  # a benchmark is a folder of scripts, which import each other by their names
 	$(BIN)/mypy --config-file tests/mypy.ini tests
 	for folder in benchmarks/*/; do \
 		MYPYPATH=$$folder:experiments:src $(BIN)/mypy --explicit-package-bases $$folder || exit 1; \

@@ -36,11 +36,14 @@ def test_two_processes(backend, tmp_path):
         {"accumulate": 3, "latency": 2},
         {"stages": [1, 2, 3, 1, 2], "accumulate": 3, "latency": 3},
         {"arithmetic": "fixed", "clip_norm": 0.5, "clip_over": "all"},
-        {"message_dtype": torch.bfloat16, "stages": [3, 6]},  # the mask travels, and is not rounded
-        {"message_dtype": torch.int8, "stages": 5},
     ]
+    if backend in ("gloo", "rendezvous"):
+        settings += [
+            {"message_dtype": torch.bfloat16, "stages": [3, 6]},  # the mask is not rounded
+            {"message_dtype": torch.int8, "stages": 5},
+        ]
     if backend == "gloo":  # they differ in what a process computes, not in its messages
-        settings += [{"method": method} for method in METHODS]
+        settings += [{"method": method} for method in METHODS if method != "petra"]
         settings += [{"lookahead": True, "latency": 2, "lr_by_delay": True}]
     compare(settings, 2, backend, tmp_path)
 
@@ -58,7 +61,7 @@ def test_three_processes(backend, tmp_path):
     compare(settings, 3, backend, tmp_path)
 
 
-@over_all_backends
+@pytest.mark.parametrize("backend", ["gloo", "rendezvous", "device"])
 def test_four_processes(backend, tmp_path):
     settings = [
         *([{"accumulate": 3}] if backend == "gloo" else []),
@@ -126,9 +129,12 @@ def test_bytes_are_those_of_the_formula(tmp_path):
         assert ours == [10 * 2 * stream, (9 * 2 + 7 * 4) * stream, 8 * 4 * stream]
 
 
+GPT = {"width": 32, "heads": 2, "depth": 3, "context": 16, "vocabulary": 50}
+
+
 def on_meta(rank):
     before = sum(tensor.numel() for tensor in gc_tensors())
-    net = rd.create_model("rev_gpt_nano", device="meta", context=16, vocabulary=50)
+    net = rd.create_model("rev_gpt_nano", device="meta", **GPT)
     if rank == 2:  # the head is in the loss, and gets the weights of its name in the model
         materialise(dict(list(net.named_children())[-1:]), seed=3)
     pipe = rd.DistributedPipeline(
@@ -148,11 +154,13 @@ def on_meta(rank):
 def gc_tensors():
     gc.collect()
     tensors = [obj for obj in gc.get_objects() if torch.is_tensor(obj) and not obj.is_meta]
-    return {t.untyped_storage().data_ptr(): t for t in tensors if t.numel()}.values()
+    # Not those of bytes: texts that ranks have just told each other.
+    real = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    return {tensor.untyped_storage().data_ptr(): tensor for tensor in real}.values()
 
 
 def in_memory(rank):
-    net = rd.create_model("rev_gpt_nano", seed=3, context=16, vocabulary=50)
+    net = rd.create_model("rev_gpt_nano", seed=3, **GPT)
     pipe = rd.Pipeline(
         net[:-1], stages=3, loss=rd.ChunkedCrossEntropy(net[-1]), optimizer=sgd, seed=3
     )
@@ -167,7 +175,7 @@ def in_memory(rank):
 def test_a_model_without_memory_is_given_some_where_its_stages_are(tmp_path):
     results = launch(on_meta, tmp_path, world_size=3)
     parts = [part for part, *_ in results]
-    assert max(parts) < 0.8 and sum(parts) == pytest.approx(1, abs=0.02), parts
+    assert max(parts) < 0.8 and sum(parts) == pytest.approx(1, abs=0.001), parts
     losses, weights = launch_alone(in_memory, tmp_path)
     for _, own_losses, full, _ in results:
         assert own_losses == losses

@@ -100,7 +100,8 @@ def test_a_sweep_ends_where_nothing_fits_any_more(monkeypatch):
 
 
 def test_both_ways_are_timed():
-    row = sweep._time("rev_vit_tiny", 2, CPU, image_size=32, depth=1, dtype=torch.float32)
+    small = {"image_size": 32, "depth": 1, "width": 24, "heads": 2}
+    row = sweep._time("rev_vit_tiny", 2, CPU, dtype=torch.float32, **small)
     assert row["ms, reverse"] > 0 and row["ms, overlap"] > 0
     assert row["faster"] == pytest.approx(row["ms, reverse"] / row["ms, overlap"], rel=1e-2)
 

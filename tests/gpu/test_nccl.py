@@ -18,6 +18,7 @@ from support.processes.failures import CASES, meet
 from support.processes.launch import launch
 from support.processes.torchrun import kill_one, listen, small, start
 from support.reference import METHODS
+from support.training import REVNET
 from torch import nn
 
 import redivider as rd
@@ -253,7 +254,7 @@ def whole(tmp_path_factory) -> Path:
     """A run of two ranks to which nothing happens."""
     folder = tmp_path_factory.mktemp("whole")
     recipe = folder / "recipe.json"
-    recipe.write_text(small(device="cuda", capture=False).to_json())
+    recipe.write_text(small(device="cuda", capture=False, **REVNET).to_json())
     process = start(2, "train", str(recipe), "--out", str(folder / "run"), backend="nccl")
     output = listen(process)
     assert process.returncode == 0, output

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.training import recipe, rows, stop_after
+from support.training import REVNET, recipe, rows, stop_after
 
 from redivider.train.loop import Stopped, train
 
@@ -22,6 +22,7 @@ def test_captured_and_eager_runs_agree(method, precision, tmp_path):
             channels_last=True,
             epochs=2,
             clip_norm=5.0,
+            **REVNET,
         )
         train(run_recipe, tmp_path / str(capture))
     ours, theirs = rows(tmp_path / "True"), rows(tmp_path / "False")
@@ -34,7 +35,7 @@ def test_captured_and_eager_runs_agree(method, precision, tmp_path):
 @pytest.mark.parametrize("method", ["store", "petra"])
 def test_a_run_that_was_stopped_goes_on(method, tmp_path, monkeypatch):
     torch.backends.cudnn.deterministic = True
-    run_recipe = recipe(method=method, device="cuda", epochs=2)
+    run_recipe = recipe(method=method, device="cuda", epochs=2, **REVNET)
     train(run_recipe, tmp_path / "whole")
     stop_after(monkeypatch, 101)
     with pytest.raises(Stopped):

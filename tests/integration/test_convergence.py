@@ -101,5 +101,5 @@ def test_petra_reaches_backprops_accuracy():
 
 
 def test_the_control_misrouted_messages_do_not():
-    """Seeds 0 to 4 gave gaps of 12, 11, 12, 11 and 19 points."""
-    assert by_pipeline(epochs=3, cls=OneOff) < by_pipeline(epochs=3) - 0.05
+    """Seeds 0 to 4 gave gaps of 22, 21, 17, 29 and 31 points."""
+    assert by_pipeline(epochs=2, cls=OneOff) < by_pipeline(epochs=2) - 0.05

@@ -22,7 +22,14 @@ from redivider.train.loop import train
 
 pytestmark = pytest.mark.slow
 
-NUM_RUNS = int(os.environ.get("REDIVIDER_STRESS", "1"))
+NUM_RUNS = int(os.environ.get("REDIVIDER_STRESS", "0"))
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.json").write_text(small().to_json())
+    return "recipe.json"
 
 
 @pytest.fixture(scope="module")
@@ -30,37 +37,35 @@ def whole(tmp_path_factory) -> Path:
     """Return the folder of a run in one process."""
     folder = tmp_path_factory.mktemp("whole")
     train_apart(small(), folder / "run")
-    (folder / "recipe.json").write_text(small().to_json())
     return folder / "run"
 
 
-@pytest.fixture
-def asked(whole, tmp_path, monkeypatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    return str(whole.parent / "recipe.json")
-
-
-@pytest.mark.parametrize("number", range(NUM_RUNS))
+@pytest.mark.skipif(not NUM_RUNS, reason="make stress kills ranks at random")
+@pytest.mark.parametrize("number", range(max(NUM_RUNS, 1)))
 def test_a_rank_is_killed_and_all_go_on(number, whole, asked):
     kill_one(number, asked, whole)
 
 
-def test_a_stopped_run_goes_on_in_another_number_of_processes(tmp_path, monkeypatch):
-    """Train for more than 260 steps, because ranks agree to stop about once a second."""
-    monkeypatch.chdir(tmp_path)
-    whole, asked = tmp_path / "whole", "recipe.json"
-    train_apart(small(epochs=3.0), whole)
-    Path(asked).write_text(small(epochs=3.0).to_json())
-    process = start(3, "train", asked, "--out", "run", stop="1:70")
+def test_a_rank_is_killed_then_all_are_stopped_and_go_on_in_another_number(asked, tmp_path):
+    """Under one torchrun, because each of its processes imports torch.
+
+    Ranks agree to stop about once a second: here at most 111 steps after the last start.
+    """
+    num_steps = 178
+    train_apart(small(epochs=2.0), tmp_path / "whole")
+    words = ("train", asked, "--epochs", "2", "--out", "run")
+    process = start(2, *words, victim="1:40", stop="1:60:1", restarts=3)
     said = listen(process)
+    assert Path("killed").exists(), said
     assert "and saved; go on with: redivider train --resume run" in said, said
     assert said.count("and saved") == 1  # one of them speaks
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # none of them is left
-    assert 70 <= last_step() < 260
-    codes, said = run_ranks(2, "train", "--resume", "run")
-    assert codes == [0] * 2, said
-    assert equal(Path("run"), whole)
+    assert 60 <= last_step() < num_steps
+    codes, said = run_ranks(3, "train", "--resume", "run")
+    assert codes == [0] * 3, said
+    assert rows(Path("run"))[-1]["step"] == num_steps
+    assert equal(Path("run"), tmp_path / "whole")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -78,12 +83,12 @@ def last_step() -> int:
 
 
 def test_replicas(asked):
-    words = ("--out", "run", "--replicas", "2", "--stages", "2", "--epochs", "3")
+    words = ("--out", "run", "--replicas", "2", "--stages", "2", "--epochs", "2")
     codes, said = run_ranks(4, "train", asked, *words)
     assert codes == [0] * 4, said
     lines = rows(Path("run"))
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
-    assert lines[-1]["step"] == 3 * 44  # half of 89 micro-batches an epoch, for each replica
+    assert lines[-1]["step"] == 2 * 44  # half of 89 micro-batches an epoch, for each replica
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from support.patience import seconds
 from support.training import (
     hide,
     limit_files,
+    print_to,
     recipe,
     rows,
     run_command,
@@ -211,9 +212,13 @@ def test_pages_that_cannot_be_written(capsys):
 
 
 def test_a_reader_that_leaves_does_not_stop_a_run():
-    words = f"{sys.executable} -m redivider train recipe.json --epochs 0.2 --out run | head -c 1"
-    done = subprocess.run(words, shell=True, capture_output=True, text=True, check=False)
-    assert "Traceback" not in done.stderr
+    os.mkfifo("pipe")
+    words, said = "train recipe.json --epochs 0.2 --out run", Path("said.txt")
+    process = start_command(*words.split(), output=said, prepare=(print_to, "pipe"))
+    with open("pipe", "rb", buffering=0) as pipe:
+        assert pipe.read(1)
+    assert not workers.end([process], seconds(60))
+    assert process.exitcode == 0 and "Traceback" not in said.read_text()
     assert rows(Path("run"), "end")
 
 

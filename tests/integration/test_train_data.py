@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 from support.archives import imagenet32_files, write_cifar, write_classes, write_zip
-from support.training import recipe, rows
+from support.training import REVNET, recipe, rows
 
 from redivider.data import DataError, load
 from redivider.train.loop import train
@@ -27,7 +27,8 @@ def has_cifar10():
 @pytest.mark.skipif(not has_cifar10(), reason="CIFAR-10 is not in $REDIVIDER_DATA")
 @pytest.mark.parametrize("method", get_args(Method))
 def test_300_steps_of_cifar10(method, tmp_path):
-    config = recipe(data="cifar10", method=method, microbatch=8, epochs=300 / 6250, log_every=100)
+    steps = {"microbatch": 8, "epochs": 300 / 6250, "log_every": 100}
+    config = recipe(data="cifar10", method=method, **steps, **REVNET)
     train(config, tmp_path / "run")
     lines = rows(tmp_path / "run")
     assert lines[-1]["step"] == 300
@@ -37,7 +38,7 @@ def test_300_steps_of_cifar10(method, tmp_path):
 @pytest.mark.parametrize("data", ["cifar100", "imagenet32", "imagenet"])
 @pytest.mark.parametrize("method", ["reverse", "petra"])
 def test_50_steps_of_the_others(data, method, tmp_path):
-    options: dict[str, int] = {"width": 4}
+    options = {**recipe().model_options, "patch_size": 8}
     if data == "cifar100":
         num, _ = 64, write_cifar(tmp_path, data, "binary", packed=True, num=64)
     elif data == "imagenet32":

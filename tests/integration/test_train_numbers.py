@@ -1,6 +1,7 @@
 """Every number of the log, and every field that changes one, compared to plain torch."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from support import training
 from support.archives import write_cifar
-from support.training import recipe, rows
+from support.training import REVNET, recipe, rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from redivider.data import load
@@ -55,9 +56,10 @@ def test_adamw_and_clipping_by_hand(clip, tmp_path):
         accumulate=1,
         label_smoothing=0.3,
         epochs=0.2,
+        **REVNET,
     )
     train(config, tmp_path / "run")
-    model = training.model()
+    model = training.revnet()
     optimizer = torch.optim.AdamW(training.groups(model.parameters()), lr=3e-3, betas=(0.5, 0.7))
     batches = load("digits", train=True).batches(16, train=True, seed=0)
     for step in range(18):
@@ -132,9 +134,10 @@ class Casts(TorchDispatchMode):
 
 
 def test_bf16_casts_the_weights_once_an_update():
-    engine = build(recipe(method="store", precision="bf16", accumulate=3, schedule="constant"))
+    options: dict[str, Any] = {"precision": "bf16", "accumulate": 3, "schedule": "constant"}
+    engine = build(recipe(method="store", **options, **REVNET))
     assert isinstance(engine, BackpropEngine)
-    model = training.model()
+    model = training.revnet()
     optimizer = torch.optim.SGD(
         training.groups(model.parameters()), lr=0.05, momentum=0.9, nesterov=True
     )
@@ -165,7 +168,7 @@ def test_seeds_reach_weights_order_and_text(tmp_path):
     assert not torch.equal(one.task.train[0][0], other.task.train[0][0])
     pairs = zip(one.task.model.parameters(), other.task.model.parameters(), strict=True)
     assert not all(torch.equal(a, b) for a, b in pairs)
-    text = {"data": "text", "data_folder": str(tmp_path), "context": 8, "depths": ()}
+    text = {"data": "text", "data_folder": str(tmp_path), "context": 8}
     text |= {"model": "gpt_nano", "model_options": {"width": 8, "heads": 2, "depth": 1}}
     one, other = (build(recipe(seed=seed, **text)) for seed in (0, 1))
     assert not torch.equal(one.task.train[0][0], other.task.train[0][0])
@@ -180,7 +183,6 @@ def test_text_is_evaluated_by_its_targets(model, tmp_path, monkeypatch):
         data="text",
         data_folder=str(tmp_path),
         context=16,
-        depths=(),
         model=model,
         model_options={"width": 8, "heads": 2, "depth": 1},
         microbatch=1,
@@ -213,7 +215,6 @@ def test_text_is_evaluated_many_tokens_at_a_time(microbatch, context, num, tmp_p
         data="text",
         data_folder=str(tmp_path),
         context=context,
-        depths=(),
         model="gpt_nano",
         model_options={"width": 8, "heads": 2, "depth": 1},
         microbatch=microbatch,
@@ -280,7 +281,7 @@ def test_compile_reaches_the_units():
 def test_channels_last_reaches_images_and_weights(tmp_path):
     write_cifar(tmp_path, "cifar100", "binary", packed=False, num=32)
     for wanted in (True, False):
-        config = recipe(channels_last=wanted, data="cifar100", data_folder=str(tmp_path))
+        config = recipe(channels_last=wanted, data="cifar100", data_folder=str(tmp_path), **REVNET)
         engine = build(config)
         weight = engine.task.model.get_parameter("block1_1.f.0.conv.weight")
         for tensor in (weight, engine.task.train[0][0], engine.task.test[0][0]):

@@ -2,11 +2,11 @@
 
 import random
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from redivider.pipeline.runners.cuda_graphs import Graphs
 
@@ -93,24 +93,22 @@ class _Writing(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("the host reads a number while a graph is captured")
-        returns = func._schema.returns
-        is_view = any(r.alias_info and not r.alias_info.is_write for r in returns)
-        # Batch norm writes to its running statistics, and its schema does not say so.
-        if func._schema.is_mutable or "batch_norm" in func.__name__:
-            self._save(args, kwargs)
+        traits = _traits(func)
+        inputs = _tensors((args, kwargs))
+        if traits.writes:
+            self._save(inputs)
         result = func(*args, **kwargs)
         outputs = _tensors(result)
-        inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         for tensor in outputs:
-            if tensor.untyped_storage()._cdata not in inputs:
+            if tensor.untyped_storage()._cdata not in storages:
                 self.own[tensor.untyped_storage()._cdata] = tensor  # which keeps its memory
-        if not is_view and "empty" not in func.__name__:  # which computes nothing
-            mutable = func._schema.is_mutable
+        if traits.computes:
 
             def again():
                 with torch.no_grad():
                     result = func(*args, **kwargs)
-                    if not mutable:
+                    if not traits.is_mutable:
                         for old, new in zip(outputs, _tensors(result), strict=True):
                             old.detach().copy_(new)
 
@@ -118,8 +116,8 @@ class _Writing(TorchDispatchMode):
             self.tape.segments[-1].append((self.tape.current, again))
         return result
 
-    def _save(self, args, kwargs):
-        for tensor in _tensors((args, kwargs)):
+    def _save(self, tensors):
+        for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key not in self.own and key not in self.before:
                 self.before[key] = (tensor.detach(), tensor.detach().clone())
@@ -130,5 +128,28 @@ class _Writing(TorchDispatchMode):
             tensor.copy_(before)
 
 
-def _tensors(tree):
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+class _Traits(NamedTuple):
+    """Traits of an operation."""
+
+    is_mutable: bool
+    writes: bool
+    computes: bool
+
+
+@cache
+def _traits(func) -> _Traits:
+    schema = func._schema
+    is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+    # Batch norm writes to its running statistics, and its schema does not say so.
+    writes = schema.is_mutable or "batch_norm" in func.__name__
+    return _Traits(schema.is_mutable, writes, not is_view and "empty" not in func.__name__)
+
+
+def _tensors(tree) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return []
+    return [tensor for branch in tree for tensor in _tensors(branch)]

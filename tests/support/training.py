@@ -17,15 +17,17 @@ from redivider.train.recipe import Recipe
 from support import workers
 from support.patience import seconds
 
+REVNET = {"model": "revnet18", "model_options": {"width": 4}, "depths": (1, 1)}
+"""Options of a RevNet of four units: its batch norms have buffers, and convolutions take long."""
+
 
 def recipe(**options) -> Recipe:
-    """Return the recipe of a RevNet of four units on digits."""
+    """Return the recipe of a transformer of four units on digits."""
     return Recipe(
         **{
             "name": "small",
-            "model": "revnet18",
-            "model_options": {"width": 4},
-            "depths": (1, 1),
+            "model": "rev_vit_tiny",
+            "model_options": {"width": 8, "heads": 2, "depth": 1, "patch_size": 4},
             "data": "digits",
             "microbatch": 16,
             "accumulate": 2,
@@ -42,8 +44,8 @@ def recipe(**options) -> Recipe:
     )
 
 
-def model(backward: str = "store") -> rd.Chain:
-    """Return the same network, without a recipe."""
+def revnet(backward: str = "store") -> rd.Chain:
+    """Return the RevNet, without a recipe."""
     return rd.create_model(
         "revnet18",
         backward=backward,
@@ -127,6 +129,11 @@ def _run(words: list[str], prepare: Callable[..., None] | None = None, *args: ob
     if prepare is not None:
         prepare(*args)
     return main(words)
+
+
+def print_to(path: str) -> None:
+    """Print to a file instead of the standard output of this process."""
+    os.dup2(os.open(path, os.O_WRONLY), 1)
 
 
 def limit_files(size: int) -> None:

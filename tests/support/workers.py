@@ -3,6 +3,7 @@
 They share no state with earlier tests, as new processes do not.
 """
 
+import gc
 import os
 import sys
 import time
@@ -27,8 +28,8 @@ PRELOADED = [
     "torch.utils.tensorboard",
     "tyro",
 ]
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(PRELOADED)
+context = mp.get_context("forkserver")
+context.set_forkserver_preload(PRELOADED)
 
 
 def start(
@@ -48,7 +49,7 @@ def start(
         env: Variables to set.
     """
     settings = (folder and str(folder), output and str(output), env or {}, dict(os.environ))
-    process = _context.Process(target=_begin, args=(*settings, function, *args))
+    process = context.Process(target=_begin, args=(*settings, function, *args))
     process.start()
     return process
 
@@ -80,6 +81,7 @@ def _begin(
         with open(output, "w") as file:
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)
+    gc.freeze()  # no collection visits what the server has imported
     torch.set_num_threads(1)
     code = function(*args)
     if isinstance(code, int):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import max_batch as support
+from support import workers
 from torch import nn
 
 import redivider as rd
@@ -62,7 +63,9 @@ def test_strategies_that_hold_less_fit_more():
 
 
 @pytest.mark.slow
-def test_the_caller_sees_nothing():
+def test_the_caller_sees_nothing(monkeypatch):
+    # In processes that do not import torch anew; test_a_process_that_dies starts one as it is.
+    monkeypatch.setattr(max_batch, "get_context", lambda method: workers.context)
     model = support.make_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()

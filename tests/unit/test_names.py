@@ -36,9 +36,8 @@ def test_no_name_is_that_of_a_module():
     assert not files & set(rd.__all__)
 
 
-@pytest.mark.slow
 def test_torch_is_not_imported_until_it_is_needed():
-    code = "import sys, redivider; assert 'torch' not in sys.modules; redivider.Chain"
+    code = "import sys, redivider; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

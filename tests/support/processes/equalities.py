@@ -21,12 +21,16 @@ from support.processes.cases import batch, equal, finish, model, options, run
 from support.processes.launch import launch, launch_alone
 from support.tape import Tape
 
-NUM = 24  # micro-batches
+NUM = 14  # micro-batches
+NUM_SAVED = 13  # before a state is written, and a few more after it
+NUM_IN_ALL = 18
 NUM_CAPTURED = 40  # until ticks have been captured, and replayed
 NUM_AFTER = 12  # after a state was read
 
-# Results of one process, by setting: they are the same for every backend.
-_alone: dict[tuple[str, int, bool], Any] = {}
+# Results of one process, by function and setting: they are the same for every backend.
+_alone: dict[tuple[str, str, bool], Any] = {}
+# Results of all ranks by eager ticks, by setting: they, too, are the same for every backend.
+_eager: dict[tuple[str, int, bool, bool], Any] = {}
 
 
 def train(rank, settings):
@@ -43,10 +47,10 @@ def train(rank, settings):
     return results
 
 
-def train_alone(rank, settings, num_stages):
+def train_alone(rank, settings):
     results = []
     for changes in settings:
-        pipe = rd.Pipeline(model(), **options(**{"stages": num_stages, **changes}))
+        pipe = rd.Pipeline(model(), **options(**changes))
         losses = run(pipe, 0, NUM)
         x, _, mask = batch(99)
         output = pipe.evaluate(x, mask=mask)
@@ -57,7 +61,8 @@ def train_alone(rank, settings, num_stages):
 
 def compare(settings, world_size, backend, tmp_path):
     results = launch(train, tmp_path, settings, world_size=world_size, backend=backend)
-    expected = _expect(settings, world_size, backend, tmp_path)
+    alone = [{"stages": world_size, **changes} for changes in settings]
+    expected = _expect(train_alone, alone, backend, tmp_path)
     for changes, (losses, output, weights, num_units), *ours in zip(
         settings, expected, *results, strict=True
     ):
@@ -71,14 +76,13 @@ def compare(settings, world_size, backend, tmp_path):
         assert sum(num for *_, num in ours) == num_units
 
 
-def _expect(settings, num_stages, backend, tmp_path):
-    """Return the results of one process, which are computed once for a setting."""
-    keys = [(repr(changes), num_stages, "nccl" in backend) for changes in settings]
-    new = [(key, changes) for key, changes in zip(keys, settings, strict=True) if key not in _alone]
+def _expect(function, settings, backend, tmp_path):
+    """Return the results of a function in one process, which runs once for a setting."""
+    keys = [(function.__name__, repr(setting), "nccl" in backend) for setting in settings]
+    new = {key: setting for key, setting in zip(keys, settings, strict=True) if key not in _alone}
     if new:
-        todo = [changes for _, changes in new]
-        results = launch_alone(train_alone, tmp_path, todo, num_stages, backend=backend)
-        _alone.update(zip((key for key, _ in new), results, strict=True))
+        results = launch_alone(function, tmp_path, list(new.values()), backend=backend)
+        _alone.update(zip(new, results, strict=True))
     return [_alone[key] for key in keys]
 
 
@@ -117,7 +121,7 @@ def compare_evaluations(backend, tmp_path):
     """Compare evaluations before the first step, and after each step that fills the pipeline."""
     latencies = (1, 2, 3)
     results = launch(evaluate_early, tmp_path, latencies, world_size=3, backend=backend)
-    expected = launch_alone(evaluate_early_alone, tmp_path, latencies, backend=backend)
+    expected = _expect(evaluate_early_alone, latencies, backend, tmp_path)
     for (outputs, weights), *ours in zip(expected, *results, strict=True):
         for there, full in ours:
             assert all(map(torch.equal, there, outputs))
@@ -159,14 +163,14 @@ def odd_sides(rank):
     return choose_by_side(pipe, 9)
 
 
-def odd_sides_alone(rank):
-    return choose_by_side(rd.Pipeline(odd_units(), stages=3, **options()), 9)
+def odd_sides_alone(rank, settings):
+    return [choose_by_side(rd.Pipeline(odd_units(), **options(**s)), 9) for s in settings]
 
 
 def compare_side_inputs(backend, tmp_path):
     """Compare runs with side inputs of dtypes that backends do not support."""
     results = launch(odd_sides, tmp_path, world_size=3, backend=backend)
-    losses = launch_alone(odd_sides_alone, tmp_path, backend=backend)
+    [losses] = _expect(odd_sides_alone, [{"stages": 3}], backend, tmp_path)
     assert len(losses) == 9
     for ours in results:
         assert [float(loss) for loss in ours] == [float(loss) for loss in losses]
@@ -176,7 +180,7 @@ def save(rank, changes, folder, num):
     pipe = rd.DistributedPipeline(model(), **options(**changes))
     losses = run(pipe, 0, num)
     pipe.save(folder)
-    losses += run(pipe, num, NUM)  # saving disturbs nothing
+    losses += run(pipe, num, NUM_IN_ALL)  # saving disturbs nothing
     losses += finish(pipe)
     return losses, pipe.full_state_dict()
 
@@ -186,7 +190,7 @@ def go_on(rank, changes, folder, num, first):
     pipe = rd.DistributedPipeline(model(dropout=0.3), **options(**changes))
     run(pipe, 0, first)  # forgotten
     pipe.load(folder)
-    losses = run(pipe, num, NUM) + finish(pipe)
+    losses = run(pipe, num, NUM_IN_ALL) + finish(pipe)
     return losses, pipe.full_state_dict()
 
 
@@ -194,18 +198,18 @@ def save_alone(rank, changes, folder, num):
     pipe = rd.Pipeline(model(), **options(**changes))
     losses = run(pipe, 0, num)
     pipe.save(folder)
-    return losses + run(pipe, num, NUM) + finish(pipe), pipe.full_state_dict()
+    return losses + run(pipe, num, NUM_IN_ALL) + finish(pipe), pipe.full_state_dict()
 
 
 def go_on_alone(rank, changes, folder, num):
     pipe = rd.Pipeline(model(), **options(**changes))
     pipe.load(folder)
-    return run(pipe, num, NUM) + finish(pipe), pipe.full_state_dict()
+    return run(pipe, num, NUM_IN_ALL) + finish(pipe), pipe.full_state_dict()
 
 
 def compare_saved(changes, backend, tmp_path):
     """Resume a run that four processes saved on two processes and on one."""
-    folder, other, num = tmp_path / "state", tmp_path / "other", 13
+    folder, other, num = tmp_path / "state", tmp_path / "other", NUM_SAVED
     losses, weights = launch_alone(save_alone, tmp_path, changes, other, num, backend=backend)
     four = launch(save, tmp_path, changes, folder, num, world_size=4, backend=backend)
     assert equal(four[0][1], weights)
@@ -213,7 +217,8 @@ def compare_saved(changes, backend, tmp_path):
     one = launch_alone(go_on_alone, tmp_path / "one", changes, folder, num, backend=backend)
     for there, full in (one, two[-1]):
         assert equal(full, weights)
-        for (n, loss), (m, loss_there) in zip(losses[-9:], there[-9:], strict=True):
+        assert len(there) >= NUM_IN_ALL - num
+        for (n, loss), (m, loss_there) in zip(losses[-len(there) :], there, strict=True):
             assert n == m and torch.equal(loss.cpu(), loss_there.cpu())
     # And back: written by one process, continued by three.
     three = launch(go_on, tmp_path / "three", changes, other, num, 0, world_size=3, backend=backend)
@@ -229,14 +234,14 @@ def columns(rank, changes, folder, norm):
         for param in net.parameters():
             torch.nn.init.normal_(param)
     pipe = rd.DistributedPipeline(net, mesh=mesh, **options(**changes))
-    losses = run(pipe, 0, 13, column)
+    losses = run(pipe, 0, 7, column)  # in the middle of an update
     pipe.save(folder)
-    losses += run(pipe, 13, NUM, column) + finish(pipe)
+    losses += run(pipe, 7, NUM, column) + finish(pipe)
     first = pipe.full_state_dict()
     net = model(dropout=0.3 if norm else 0.0, norm=norm)
     pipe = rd.DistributedPipeline(net, mesh=mesh, **options(**changes))
     pipe.load(folder)
-    run(pipe, 13, NUM, column)
+    run(pipe, 7, NUM, column)
     finish(pipe)
     again = pipe.full_state_dict()
     assert equal(first, again)
@@ -268,8 +273,8 @@ def compare_replicas(norm, backend, tmp_path):
     assert all(torch.allclose(weights[n], joined[n].cpu(), rtol=1e-4, atol=1e-6) for n in joined)
 
 
-def in_turn(rank):
-    pipes = [rd.DistributedPipeline(model(), **options(latency=2, seed=s)) for s in (1, 2)]
+def in_turn(rank, seeds):
+    pipes = [rd.DistributedPipeline(model(), **options(latency=2, seed=s)) for s in seeds]
     for i, first, last in ((0, 0, 5), (1, 0, 12), (0, 5, 20), (1, 12, 20)):
         run(pipes[i], first, last)
     for pipe in pipes:
@@ -277,9 +282,9 @@ def in_turn(rank):
     return [pipe.full_state_dict() for pipe in pipes]
 
 
-def in_turn_alone(rank):
+def in_turn_alone(rank, seeds):
     results = []
-    for seed in (1, 2):
+    for seed in seeds:
         pipe = rd.Pipeline(model(), stages=2, **options(latency=2, seed=seed))
         run(pipe, 0, 20)
         finish(pipe)
@@ -289,21 +294,22 @@ def in_turn_alone(rank):
 
 def compare_two_pipelines(backend, tmp_path):
     """Compare two pipelines that take turns in the same processes."""
-    results = launch(in_turn, tmp_path, backend=backend)
-    expected = launch_alone(in_turn_alone, tmp_path, backend=backend)
+    seeds = (1, 2)
+    results = launch(in_turn, tmp_path, seeds, backend=backend)
+    expected = _expect(in_turn_alone, seeds, backend, tmp_path)
     for weights, *ours in zip(expected, *results, strict=True):
         for full in ours:
             assert equal(full, weights)
 
 
-def run_both_ways(rank, settings, ranks, flushes):
-    """Train with eager and with captured ticks, with a saved state and an evaluation between."""
-    on_host = cases.DEVICE == "cpu"
+def run_ticks(rank, settings, ranks, flushes):
+    """Train with captured ticks in some ranks, with a saved state and an evaluation between."""
+    on_host, is_captured = cases.DEVICE == "cpu", rank in ranks
     if on_host:
         captured.NUM_PHASES = 1  # as few as possible: memory is used again as soon as it may be
     results = []
     for changes in settings:
-        ends, column = [], 0
+        column = 0
         if "replicas" in changes:
             changes = dict(changes)
             num_columns = changes.pop("replicas")
@@ -311,34 +317,43 @@ def run_both_ways(rank, settings, ranks, flushes):
             column, shape = rank // num_places, (num_columns, num_places)
             names = ("data", "stage")
             changes["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        for is_captured in (False, rank in ranks):
-            units = list(model(dropout=0.0 if on_host else 0.3, norm=False))  # a tape has no seeds
-            units[7] = nn.BatchNorm1d(16).to(cases.DEVICE)
-            keywords = options(optimizer=fused_sgd, **changes) | {"capture": is_captured}
-            pipe = rd.DistributedPipeline(rd.Chain(units), **keywords)
-            if is_captured and on_host:
-                pipe.execution = CapturedRunner(pipe, Tape)
-            losses = run(pipe, 0, NUM_CAPTURED, column)
+        units = list(model(dropout=0.0 if on_host else 0.3, norm=False))  # a tape has no seeds
+        units[7] = nn.BatchNorm1d(16).to(cases.DEVICE)
+        keywords = options(optimizer=fused_sgd, **changes) | {"capture": is_captured}
+        pipe = rd.DistributedPipeline(rd.Chain(units), **keywords)
+        if is_captured and on_host:
+            pipe.execution = CapturedRunner(pipe, Tape)
+        num = _num_until_replayed(pipe)
+        losses = run(pipe, 0, num, column)
+        assert pipe.execution.is_active == is_captured, changes
+        if flushes:
+            losses += [(tick.microbatch, tick.loss) for tick in pipe.flush()]
+            losses += run(pipe, num, 2 * num, column)
             assert pipe.execution.is_active == is_captured, changes
-            if flushes:
-                losses += [(tick.microbatch, tick.loss) for tick in pipe.flush()]
-                losses += run(pipe, NUM_CAPTURED, 2 * NUM_CAPTURED, column)
-                assert pipe.execution.is_active == is_captured, changes
-            num = NUM_CAPTURED * (1 + flushes)
-            state = pipe.state_dict()
-            for stage in state["stages"].values():
-                del stage["groups"]  # rates are numbers, or tensors
-            losses += run(pipe, num, num + 5, column)
-            x, _, mask = batch(99)
-            output = pipe.evaluate(x, mask=mask)
-            losses += run(pipe, num + 5, num + NUM_AFTER, column)
-            assert pipe.execution.is_active == is_captured, changes
-            losses += finish(pipe)
-            assert pipe.transport.is_empty
-            ends.append((losses, pipe.full_state_dict(), output, state))
-            pipe.close()
-        results.append(ends)
+            num *= 2
+        state = pipe.state_dict()
+        for stage in state["stages"].values():
+            del stage["groups"]  # rates are numbers, or tensors
+        losses += run(pipe, num, num + 5, column)
+        x, _, mask = batch(99)
+        output = pipe.evaluate(x, mask=mask)
+        losses += run(pipe, num + 5, num + NUM_AFTER, column)
+        assert pipe.execution.is_active == is_captured, changes
+        losses += finish(pipe)
+        assert pipe.transport.is_empty
+        results.append((num + NUM_AFTER, losses, pipe.full_state_dict(), output, state))
+        pipe.close()
     return results
+
+
+def _num_until_replayed(pipe) -> int:
+    """Return a number of micro-batches after which ticks have been captured, and replayed.
+
+    With one phase they are captured after 2 * (in flight + accumulate) + 2, and replayed 9 times.
+    """
+    if captured.NUM_PHASES > 1:
+        return NUM_CAPTURED
+    return 2 * (pipe.schedule.num_in_flight + pipe.accumulate) + 12
 
 
 def fused_sgd(stage):
@@ -347,15 +362,27 @@ def fused_sgd(stage):
 
 def compare_captured(settings, world_size, backend, tmp_path, *, ranks=range(9), flushes=False):
     """Compare captured ticks of some ranks with eager ones, in all that a process can know."""
+    eager = _run_eagerly(settings, world_size, flushes, backend, tmp_path / "eager")
     results = launch(
-        run_both_ways, tmp_path, settings, ranks, flushes, world_size=world_size, backend=backend
+        run_ticks, tmp_path, settings, ranks, flushes, world_size=world_size, backend=backend
     )
-    for rank, ends in enumerate(results):
-        for changes, (eager, replayed) in zip(settings, ends, strict=True):
-            assert equal(eager[1], replayed[1]), (changes, rank)
+    for changes, expected, *ours in zip(settings, eager, *results, strict=True):
+        for rank, (one, other) in enumerate(zip(expected, ours, strict=True)):
+            num, losses, weights, *_ = one
+            assert equal(weights, other[2]), (changes, rank)
             num_places = world_size // changes.get("replicas", 1)
             has_loss = (rank + 1) % num_places == 0 or changes.get("share_loss")
-            num = NUM_CAPTURED * (1 + flushes) + NUM_AFTER if has_loss else 0
-            assert len(eager[0]) == len(replayed[0]) == num
-            for one, other in zip(*map(tensors_of, (eager, replayed)), strict=True):
-                assert torch.equal(one, other), (changes, rank)
+            assert len(losses) == len(other[1]) == (num if has_loss else 0)
+            for tensor, same in zip(*map(tensors_of, (one, other)), strict=True):
+                assert torch.equal(tensor, same), (changes, rank)
+
+
+def _run_eagerly(settings, world_size, flushes, backend, folder):
+    """Return the results of all ranks by eager ticks, which run once for a setting."""
+    keys = [(repr(s), world_size, flushes, "nccl" in backend) for s in settings]
+    new = {key: s for key, s in zip(keys, settings, strict=True) if key not in _eager}
+    if new:
+        args = (list(new.values()), (), flushes)
+        results = launch(run_ticks, folder, *args, world_size=world_size, backend=backend)
+        _eager.update(zip(new, zip(*results, strict=True), strict=True))
+    return [_eager[key] for key in keys]

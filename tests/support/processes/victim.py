@@ -1,7 +1,8 @@
-"""`redivider` in a process that fails at a tick of the first attempt.
+"""`redivider` in a process that fails at a tick.
 
 VICTIM=rank:tick is killed there, STOP=rank:tick has torchrun stop all ranks, FULL=rank:tick runs
-out of memory. With BACKEND=nccl ranks use NCCL, though they share a GPU.
+out of memory: in the first attempt, or in that of STOP=rank:tick:attempt. With BACKEND=nccl ranks
+use NCCL, though they share a GPU.
 """
 
 import os
@@ -21,9 +22,10 @@ step = rd.DistributedPipeline.step
 
 def meet(name: str) -> int | None:
     """Return the tick at which this process fails in this way, if it does."""
-    rank, _, tick = os.environ.get(name, "").partition(":")
-    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    return int(tick) if os.environ["RANK"] == rank and is_first else None
+    rank, _, when = os.environ.get(name, "").partition(":")
+    tick, _, attempt = when.partition(":")
+    is_now = os.environ["TORCHELASTIC_RESTART_COUNT"] == (attempt or "0")
+    return int(tick) if os.environ["RANK"] == rank and is_now else None
 
 
 def step_or_die(self, *args, **side):
@@ -34,7 +36,7 @@ def step_or_die(self, *args, **side):
     if tick == meet("STOP"):
         os.kill(os.getppid(), signal.SIGTERM)
     if tick == meet("FULL"):
-        torch.nn.BatchNorm2d.forward = lambda *_: torch.empty(  # type: ignore[method-assign]
+        torch.nn.LayerNorm.forward = lambda *_: torch.empty(  # type: ignore[method-assign]
             2**60, dtype=torch.uint8
         )
     return step(self, *args, **side)

@@ -1,7 +1,6 @@
 """The thread that watches a process: what it notices, and what it does then."""
 
-import subprocess
-import sys
+import ctypes
 import threading
 import time
 from datetime import timedelta
@@ -9,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support import workers
 from support.patience import seconds
 
 import redivider as rd
 from redivider.pipeline.runners import heartbeat, pending
 from redivider.pipeline.runners.heartbeat import SLACK, Watch, _State
 from redivider.pipeline.runners.pending import BROKEN, TIMED_OUT, Pending, PendingTransfer
+from redivider.pipeline.runners.process_group import Communicators
 
 
 class Mark:
@@ -162,22 +163,11 @@ def test_a_transfer_that_ends_while_others_are_asked_is_no_failure(monkeypatch):
     ours.close()
 
 
-BLOCKED = """
-import ctypes
-import torch.distributed as dist
-from redivider.pipeline.runners import heartbeat
-from redivider.pipeline.runners.pending import PendingTransfer
-from redivider.pipeline.runners.process_group import Communicators
-
-class Mark:
-    def has_passed(self):
-        return False
-
-heartbeat.GRACE = heartbeat.SLACK = 0.5
-watch = heartbeat.Watch(dist.HashStore(), 0, [0], 1.0, Communicators())
-watch.follow(PendingTransfer(None, Mark(), Mark()))
-ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock, as some of torch's calls to CUDA
-"""
+def block():
+    heartbeat.GRACE = heartbeat.SLACK = 0.5
+    watch = Watch(dist.HashStore(), 0, [0], 1.0, Communicators())
+    watch.follow(transfer(start=Mark()))
+    ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock, as some of torch's calls to CUDA
 
 
 def test_the_timer_runs_while_transfers_are_pending():
@@ -205,10 +195,11 @@ def test_the_timer_of_another_pipeline_is_left_alone():
 
 
 @pytest.mark.slow
-def test_a_process_whose_interpreter_is_blocked_ends():
-    command = [sys.executable, "-c", BLOCKED]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds(60))
-    assert ended.returncode == 1 and "Timeout" in ended.stderr, ended.stderr
+def test_a_process_whose_interpreter_is_blocked_ends(tmp_path):
+    process = workers.start(block, output=tmp_path / "said.txt")
+    assert not workers.end([process], seconds(60))
+    said = (tmp_path / "said.txt").read_text()
+    assert process.exitcode == 1 and "Timeout" in said, said
 
 
 class Store(dict):

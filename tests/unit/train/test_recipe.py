@@ -83,7 +83,7 @@ def test_files_that_hold_no_recipe(tmp_path):
 
 
 def test_every_field_can_be_set_on_the_command_line():
-    before = recipe()
+    before = recipe(model_options={"width": 4})
     for words, changed in (
         ([], {}),
         (["--epochs", "3.5", "--method", "petra"], {"epochs": 3.5, "method": "petra"}),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.training import recipe
+from support.training import REVNET, recipe
 
 from redivider.train.errors import TrainError
 from redivider.train.loop import train
@@ -59,6 +59,7 @@ def test_a_run_says_so_when_it_begins(tmp_path, capsys):
     train(late, tmp_path / "late")  # four stages
     said = "".join(capsys.readouterr())
     assert said.count("warning: the first stage's gradients are 3 updates late") == 1
-    train(recipe(model="resnet18", method="reverse", epochs=0.1, warmup=0.05), tmp_path / "plain")
+    plain = REVNET | {"model": "resnet18"}
+    train(recipe(method="reverse", epochs=0.1, warmup=0.05, **plain), tmp_path / "plain")
     said = "".join(capsys.readouterr())
     assert said.count("warning: resnet18 has no couplings to reverse") == 1
