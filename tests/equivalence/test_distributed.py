@@ -129,7 +129,7 @@ def test_bytes_are_those_of_the_formula(tmp_path):
         assert ours == [10 * 2 * stream, (9 * 2 + 7 * 4) * stream, 8 * 4 * stream]
 
 
-GPT = {"width": 32, "heads": 2, "depth": 3, "context": 16, "vocabulary": 50}
+GPT: Any = {"width": 32, "heads": 2, "depth": 3, "context": 16, "vocabulary": 50}
 
 
 def on_meta(rank):

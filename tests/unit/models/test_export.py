@@ -15,7 +15,9 @@ ON_THE_GRID = ("revnet50", "rev_swin_tiny", "rev_llama_tiny")
 def cases():
     """Yield every family with few layers, because tracing takes long, and some on the grid."""
     for name, options in EACH:
-        few = {key: tuple(min(2, d) for d in options[key]) for key in options if key == "depths"}
+        few: dict[str, Any] = {
+            key: tuple(min(2, d) for d in options[key]) for key in options if key == "depths"
+        }
         few |= {"depth": 1} if "depth" in options else {}
         yield name, options | few, "float"
         if name in ON_THE_GRID:
