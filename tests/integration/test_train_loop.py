@@ -259,7 +259,9 @@ def test_the_log_begins_with_date_machine_and_versions(tmp_path):
 
 
 def test_a_comparison_logs_memory_by_depth_once(tmp_path):
-    asked = recipe(compare=("store", "reverse"), compare_depths=(2, 8), epochs=0.1, depths=(2,))
+    depths = {"compare_depths": (2, 8), "depths": (2,)}
+    net: Any = {"model": "revnet18", "model_options": {"width": 4}, **depths}
+    asked = recipe(compare=("store", "reverse"), epochs=0.1, **net)
     folder, rows_of_table = compare(asked, tmp_path / "run")
     held = {row.name: row.run.held_by_depth() for row in rows_of_table}
     for name in held:
