@@ -205,7 +205,7 @@ def compare(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def evaluate(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the score of each run."""
+    """Print the scores of runs."""
     from redivider.train.model import evaluate_run
     from redivider.train.runs import find_runs
 

@@ -83,7 +83,7 @@ def move(y: Tensor, code: Code, sign: int) -> None:
 
 
 def pack(rows: Tensor, bits: int) -> Tensor:
-    """Pack rows of numbers below 2^bits, given as bytes.
+    """Pack rows of bytes, which hold numbers below 2^bits.
 
     Bit `place` of byte `column` belongs to the value at place * size + column, where `size` is the
     number of bytes.

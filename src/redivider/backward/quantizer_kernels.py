@@ -32,7 +32,7 @@ def move_rows(y: Tensor, packed: Tensor, steps: Tensor, length: int, sign: int) 
 
 
 def _run(kernel: Any, num: int, *args: Any, **options: Any) -> None:
-    """Run a kernel, one program for each row."""
+    """Run a kernel, one program a row."""
     first, size = args[0], args[-1]
     if first.numel():
         block = triton.next_power_of_2(size)

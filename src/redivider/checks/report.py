@@ -16,7 +16,7 @@ class Errors:
     what: str
     each: dict[str, float]
     notes: dict[str, str] = field(default_factory=dict)
-    """Other things that were found to be wrong, by unit."""
+    """Defects that are not errors of numbers, by unit."""
 
     @property
     def worst(self) -> float:

@@ -115,7 +115,7 @@ def lines(
 
 
 def line_widths(series: Sequence[Series], *, is_log: bool = False) -> list[float]:
-    """Return line widths: a line is wider for each later one that covers it, so that both show."""
+    """Return line widths: a line is wider than those that later cover it, so that both show."""
     values = [_scaled(y, is_log) for line in series for y in line.y if isfinite(y)]
     near = 0.01 * (max(values) - min(values)) if values else 0.0
 

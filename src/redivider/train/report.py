@@ -42,7 +42,7 @@ training time, samples per second a median. Activations are held by all stages b
 without a pipeline between forward and backward; copies of weights are not counted.""",
     "memory": """Held by all stages together, between two ticks of a full pipeline; without a
 pipeline, between forward and backward.""",
-    "stages": """Held by each stage of a pipeline, between two ticks.""",
+    "stages": """Held by the stages of a pipeline, between two ticks.""",
     "quality": """Gradients of a pipeline, compared with those of plain backprop with the weights of
 the same time: means, with the range of all samples. A cosine and a ratio of 1 are best.""",
     "ticks": """Forwards (F, pale) and backwards (B, strong) as measured, each with the number and
@@ -319,7 +319,7 @@ def _in_units(series: list[Series]) -> tuple[list[Series], str]:
 
 
 def _by_stage(i: int, run: Run, field: str) -> Series:
-    """Return mean, minimum and maximum over the samples of each stage; NaN where it has none."""
+    """Return mean, minimum and maximum over the samples of a stage; NaN where it has none."""
     values: dict[int, list[float]] = {}
     stages = numbers(run.quality, "stage")
     for stage, value in zip(stages, numbers(run.quality, field), strict=True):

@@ -46,7 +46,7 @@ class StagesMemory:
         return sum(holding.total for holding in self.stages)
 
     def __str__(self) -> str:
-        """Format a table with a row for each stage."""
+        """Format a table with a row per stage."""
         kinds = ("activations", "messages", "weights", "total")
         table = {str(own.stage): [getattr(own, kind) for kind in kinds] for own in self.stages}
         table["all"] = [sum(column) for column in zip(*table.values(), strict=True)]

@@ -161,7 +161,7 @@ class Probe:
         self._samples.clear()
 
     def __str__(self) -> str:
-        """Return a table with a row for each stage, averaged over samples, and its legend."""
+        """Return a table with a row per stage, averaged over samples, and its legend."""
         if not self._measured:
             return (
                 f"no samples yet: one begins with every micro-batch whose number is a multiple of "

@@ -41,7 +41,7 @@ class Part:
     group: int | None = None
     """Group of actions that it ends, after which processes exchange messages."""
     averaged: list[Shares] = field(default_factory=list)
-    """What replicas average after it."""
+    """Tensors that replicas average after it, by stage."""
 
 
 class RecordedTransport(TickTransport):

@@ -1,4 +1,4 @@
-"""What the replicas of a stage average before an update: gradients and running statistics."""
+"""Gradients and running statistics of a stage, which its replicas average before an update."""
 
 from typing import TYPE_CHECKING
 

@@ -5,10 +5,21 @@ docs/reproduction.md has their results, beside those of backprop with the same o
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from redivider.train.recipe import Recipe
 from redivider.train.recipes.petra import table2
 from redivider.train.recipes.transformers import cifar10, text
+
+CONVOLUTIONS: dict[str, Any] = {
+    "optimizer": "muon",
+    "momentum": 0.6,
+    "muon_scale": "spectral",
+    "muon_rest": "sgd",
+    "weight_decay": 0.01,
+    "schedule": "cosine",
+}
+"""Settings of Muon that suit convolutional networks, whatever their rate."""
 
 
 def revnet18() -> Recipe:
@@ -18,16 +29,11 @@ def revnet18() -> Recipe:
         name="revnet18-cifar10-best",
         latency=0.5,
         epochs=20,
-        optimizer="muon",
         lr=0.05,
-        momentum=0.6,
-        muon_scale="spectral",
-        muon_rest="sgd",
-        weight_decay=0.01,
         warmup=1,
-        schedule="cosine",
         milestones=(),
         precision="bf16",
+        **CONVOLUTIONS,
     )
 
 

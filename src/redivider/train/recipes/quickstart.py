@@ -1,6 +1,7 @@
 """First recipe to run: a deep RevNet on digits, by four methods, in less than a minute."""
 
 from redivider.train.recipe import Recipe
+from redivider.train.recipes.best import CONVOLUTIONS
 
 
 def quickstart() -> Recipe:
@@ -18,18 +19,13 @@ def quickstart() -> Recipe:
         latency=0.5,
         microbatch=32,
         epochs=2,
-        optimizer="muon",
         lr=0.03,
-        momentum=0.6,
-        muon_scale="spectral",
-        muon_rest="sgd",
-        weight_decay=0.01,
         warmup=0.25,
-        schedule="cosine",
         threads=1,  # its kernels are too small for more
         log_every=8,
         evaluate_every=0.25,
         probe_every=30,
+        **CONVOLUTIONS,
     )
 
 
