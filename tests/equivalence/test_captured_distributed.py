@@ -9,9 +9,13 @@ from support.processes.cases import batch, equal, finish, model, options, run
 from support.processes.equalities import NUM_CAPTURED, compare_captured, fused_sgd
 from support.processes.launch import launch
 from support.tape import Tape
+from torch.distributed.device_mesh import init_device_mesh
 
 import redivider as rd
+from redivider.pipeline.runners import captured
 from redivider.pipeline.runners.captured import CapturedRunner
+from redivider.pipeline.stages import unit
+from redivider.replay.random import Seeded, replayed_from
 
 pytestmark = pytest.mark.slow
 
@@ -50,8 +54,8 @@ def test_one_process_of_three_alone_captures_and_a_flush_comes_between(backend, 
 @pytest.mark.parametrize(
     "backend, changes",
     [
-        ("gloo", {"accumulate": 2, "latency": 0.5, "stages": 3}),
-        ("rendezvous", {"accumulate": 3, "clip_norm": 0.05, "clip_over": "all"}),
+        ("gloo", {"accumulate": 2, "latency": 0.5}),  # nothing stays in the last one
+        ("rendezvous", {"accumulate": 3, "stages": 3, "clip_norm": 0.05, "clip_over": "all"}),
     ],
 )
 def test_replicas(backend, changes, tmp_path):
@@ -62,6 +66,34 @@ def test_a_replica_that_captures_and_one_that_does_not(tmp_path):
     """Each is a whole pipeline in one process."""
     settings = [{"replicas": 2, "stages": 3, "accumulate": 2}]
     compare_captured(settings, 2, "gloo", tmp_path, ranks=(1,))
+
+
+def note_seeds(rank):
+    """Return the seeds of eager units and of replayed ticks."""
+    eager, replayed = set(), set()
+
+    def note_eager(seed, *args):
+        eager.add(seed)
+        return Seeded(seed, *args)
+
+    def note_replayed(microbatch, seed, device):
+        replayed.add(seed)
+        return replayed_from(microbatch, seed, device)
+
+    vars(unit)["Seeded"], vars(captured)["replayed_from"] = note_eager, note_replayed
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "stage"))
+    keywords = options(optimizer=fused_sgd, mesh=mesh, stages=2)
+    pipe = rd.DistributedPipeline(model(dropout=0.0, norm=False), **keywords)
+    pipe.execution = CapturedRunner(pipe, Tape)
+    run(pipe, 0, NUM_CAPTURED, rank)
+    assert pipe.execution.is_active
+    return eager, replayed
+
+
+def test_replicas_draw_other_numbers_by_the_seeds_of_eager_ticks(tmp_path):
+    (first, *same), (second, *alike) = launch(note_seeds, tmp_path)
+    assert [first] == same and [second] == alike
+    assert first != second and len(first) == len(second) == 1
 
 
 def reuse_inputs(rank):

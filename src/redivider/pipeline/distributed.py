@@ -215,7 +215,7 @@ class DistributedPipeline(Pipeline):
         return f"Distributed{super().__repr__()} stages {stages} on rank {self._team.rank}"
 
     def _take_part(self, units: dict[str, nn.Module], loss: Any) -> tuple[range, int]:
-        """Return the stages of this rank and its seed; allocate and initialize their weights."""
+        """Return the stages of this rank and the seed of its replica; initialize the weights."""
         team, num = self._team, len(self.cut)
         if num < team.num_places:
             raise ValueError(

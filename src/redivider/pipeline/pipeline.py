@@ -150,13 +150,15 @@ class Pipeline:
         self._clip = None if clip_norm is None else Clip(clip_norm, clip_over)
         verify_unshared(units, self.cut, loss)
         self._unit_names, self._takes = list(units), takes_of(units.values())
-        self._own, draws = self._take_part(units, loss)
-        placed = place_units(units, self.cut, self.method, self.arithmetic, draws, self._own)
+        self._own, self.replica_seed = self._take_part(units, loss)
+        placed = place_units(
+            units, self.cut, self.method, self.arithmetic, self.replica_seed, self._own
+        )
         self.stages = group_units(placed, self.cut, self._own)
         self._units = {name: unit for stage in self.stages for name, unit in stage.by_name.items()}
         modules = [unit.module for unit in self._units.values()]
         self._chain = Chain(modules, backward="store", arithmetic=self.arithmetic)
-        self._loss = Loss(loss, len(units), draws)
+        self._loss = Loss(loss, len(units), self.replica_seed)
         self._ends_here = self._own[-1] == len(self.cut) - 1
         if self._ends_here:
             verify_hooks("the loss", self._loss.module)
@@ -350,7 +352,7 @@ class Pipeline:
         )
 
     def _take_part(self, units: dict[str, nn.Module], loss: Any) -> tuple[range, int]:
-        """Return the stages of this process, which are all, and the seed of its random numbers."""
+        """Return the stages of this process, which are all, and the seed of its replica."""
         return range(len(self.cut)), self.seed
 
     def _make_ahead(self, j: int) -> Ahead:

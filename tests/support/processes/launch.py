@@ -24,7 +24,7 @@ def launch(
     """Call `function(rank, *args)` in every process; return the results, or raise if one raised."""
     folder.mkdir(exist_ok=True)
     processes = [
-        start(_work, function, rank, world_size, backend, str(folder), args)
+        start(_work, function, rank, world_size, backend, cases.DEVICE, str(folder), args)
         for rank in range(world_size)
     ]
     hung = end(processes, seconds(120))
@@ -76,7 +76,13 @@ def _result(folder: Path, rank: int) -> tuple[bool, Any]:
 
 
 def _work(
-    function: Callable[..., Any], rank: int, world_size: int, backend: str, folder: str, args: Any
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    backend: str,
+    device: str,
+    folder: str,
+    args: Any,
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     path = Path(folder) / f"result-{rank}.pt"
@@ -84,8 +90,9 @@ def _work(
         ordered.register(backend)
     if "nccl" in backend:
         os.environ |= nccl_env(rank)
+    cases.DEVICE = device
+    if device == "cuda":
         torch.cuda.set_device(0)
-        cases.DEVICE = "cuda"
     try:
         dist.init_process_group(
             backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size

@@ -353,7 +353,8 @@ class CapturedRunner(Execution):
                 n = entering - pipe.schedule.lag("F" if direction == "up" else "B", j)
                 self._messages.bring((direction, j), n, self._next)
             if part.replay is not None:
-                with replayed_from(self._oldest(entering), pipe.seed, phase.draws_on):
+                oldest = self._oldest(entering)
+                with replayed_from(oldest, pipe.replica_seed, phase.draws_on):
                     part.replay()
             for direction, data in part.sent:
                 self._messages.send(direction, data)

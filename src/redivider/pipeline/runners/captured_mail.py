@@ -93,11 +93,11 @@ class CapturedMail(CapturedMessages):
         direction = source[0]
         arrives_there = self._transport.matches_by_order and not self._mail.is_packed
         zeros = partial(map_tensors, partial(torch.zeros_like, device=device))
-        oldest = min(self._transport.contexts())  # side inputs of later ones may not have come yet
         messages, rotation = [], []
         for _ in range(num_phases if arrives_there else 1):
             buffers, (flow, grads, side) = self._mail.allocate(direction)
             if direction == "down":  # they do not travel; those of all micro-batches are alike
+                oldest = min(self._transport.contexts())  # those of later ones may be on their way
                 side = zeros(self._transport.side_of(oldest))
             target = zeros(entering.target)
             messages.append(Message(0, flow, entering.autocast, side, target, grads))
