@@ -18,7 +18,7 @@ TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 INTEROP := .venv-interop
 
-.PHONY: fast test install lint types test-types unit pytest other interop train picture stress clean
+.PHONY: fast test install lint types test-types unit pytest other interop docs train picture stress clean
 
 fast: lint types unit
 
@@ -52,7 +52,10 @@ other: $(OTHER)/ready  # the tests with another torch; 2.11.0 is the oldest that
 	$(OTHER)/bin/$(PYTEST)
 
 interop: $(INTEROP)/ready  # with the tools that people train pretrained models by
-	$(INTEROP)/bin/$(PYTEST) tests/interop tests/integration/test_make_reversible.py
+	$(INTEROP)/bin/$(PYTEST) tests/interop tests/integration/test_make_reversible.py tests/docs
+
+docs: $(DEV)  # the site, in site/; serve it with: .venv/bin/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 train: $(TRAIN)
 	$(BIN)/redivider train quickstart
@@ -96,4 +99,4 @@ $(INTEROP)/ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(INTEROP) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache
+	rm -rf site $(VENV) $(INTEROP) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache
