@@ -52,6 +52,9 @@ def test_the_code_about_speed_runs():
 def test_the_code_of_the_guide_runs():
     pytest.importorskip("transformers")
     smaller = {
+        "heads=4) for _ in range(6)]": "heads=4) for _ in range(2)]",
+        "n_layer=4, ": "n_layer=1, vocab_size=1024, ",
+        "torch.randn(2, 3, 32, 32).double()": "torch.randn(2, 3, 8, 8).double()",
         "for _ in range(20)]": "for _ in range(6)]",
         "for _ in range(80):": "for _ in range(30):",
         "(16,), device": "(10,), device",
