@@ -30,11 +30,16 @@ SMALLER = {
         "(8, 257)": "(2, 33)",
     },
     "docs/guide.md": {
+        "heads=4) for _ in range(6)]": "heads=4) for _ in range(2)]",
         "for _ in range(80):": "for _ in range(30):",
         "(16,), device": "(10,), device",
         "torch.randn(16, 3, 32, 32, device": "torch.randn(10, 3, 32, 32, device",
     },
-    "docs/networks.md": {"for _ in range(20)]": "for _ in range(6)]"},
+    "docs/networks.md": {
+        "n_layer=4, ": "n_layer=1, vocab_size=1024, ",
+        "torch.randn(2, 3, 32, 32).double()": "torch.randn(2, 3, 8, 8).double()",
+        "for _ in range(20)]": "for _ in range(6)]",
+    },
     "docs/distributed.md": {
         '"revnet50", num_classes': '"rev_vit_tiny", depth=2, patch_size=8, num_classes'
     },

@@ -1,6 +1,6 @@
 """Four stages learn digits as well as backprop does; misrouted messages do not.
 
-The setting is the cheapest of three that were tried, chosen with the accuracies on the test images
+The setting is the cheapest of four that were tried, chosen with the accuracies on the test images
 in view. So this checks that training works; it does not measure PETRA's accuracy.
 """
 
@@ -13,8 +13,9 @@ from support.pipelines import OneOff
 from torch import Tensor, nn
 
 import redivider as rd
+from redivider.data.digits import read_digits
 
-MICROBATCH, ACCUMULATE, WARM_UP, EPOCHS = 8, 8, 20, 8
+MICROBATCH, ACCUMULATE, WARM_UP, EPOCHS = 8, 8, 20, 5
 UPDATE = MICROBATCH * ACCUMULATE
 
 
@@ -30,10 +31,9 @@ def network(seed: int) -> rd.Chain:
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    data = pytest.importorskip("sklearn.datasets").load_digits()  # the import takes seconds
-    x, y = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
-    return x[order[:1437]], y[order[:1437]], x[order[1437:]], y[order[1437:]]
+    seen, unseen = (read_digits(train=train) for train in (True, False))
+    x, test_x = (images.pixels.flatten(1) / 16 for images in (seen, unseen))
+    return x, seen.labels, test_x, unseen.labels
 
 
 def batches(x: Tensor, y: Tensor, epochs: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -94,12 +94,12 @@ pytestmark = pytest.mark.slow
 
 
 def test_petra_reaches_backprops_accuracy():
-    """Seeds 0 to 4 gave gaps of 0.0, 0.3, 0.6, 0.6 and 0.0 points."""
+    """Seeds 0 to 4 gave gaps of 0.0, 0.0, 1.4, 0.8 and 1.7 points."""
     backprop = by_backprop(EPOCHS)
-    assert backprop > 0.94
-    assert by_pipeline(EPOCHS) >= backprop - 0.015
+    assert backprop > 0.93
+    assert by_pipeline(EPOCHS) >= backprop - 0.03
 
 
 def test_the_control_misrouted_messages_do_not():
-    """Seeds 0 to 4 gave gaps of 22, 21, 17, 29 and 31 points."""
-    assert by_pipeline(epochs=2, cls=OneOff) < by_pipeline(epochs=2) - 0.05
+    """Seeds 0 to 4 gave gaps of 26, 25, 33, 18 and 19 points."""
+    assert by_pipeline(epochs=1, cls=OneOff) < by_pipeline(epochs=1) - 0.05

@@ -58,6 +58,32 @@ def start(
     )
 
 
+def run_forked(num: int, *words: str, victim: str, stop: str, restarts: int) -> tuple[int, str]:
+    """Run torchrun and its ranks as forks of a process that has imported torch.
+
+    Returns:
+        Its process id, which is that of the group of all of them, and the output.
+    """
+    output = Path.cwd() / "torchrun.txt"
+    script = str(Path(__file__).with_name("victim.py"))
+    options = ["--standalone", "--nproc-per-node", str(num), "--max-restarts", str(restarts)]
+    options += ["--monitor-interval", "0.1", "--run-path", "--start-method", "fork"]
+    env = {"VICTIM": victim, "STOP": stop, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = workers.start(
+        _run_torchrun, [*options, script, *words], folder=Path.cwd(), output=output, env=env
+    )
+    assert not workers.end([process], seconds(120)), output.read_text()
+    assert process.pid is not None
+    return process.pid, output.read_text()
+
+
+def _run_torchrun(words: list[str]) -> None:
+    from torch.distributed.run import main
+
+    os.setsid()
+    main(words)
+
+
 def listen(process: subprocess.Popen) -> str:
     """Wait for torchrun to end; return its output."""
     try:
