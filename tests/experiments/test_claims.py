@@ -57,7 +57,7 @@ def test_backprop_and_petra_by_muon_differ_in_nothing_else():
 
 
 def test_the_best_recipes_are_runs_of_claims():
-    """Their results are those of docs/reproduction.md."""
+    """Their results are those of experiments/muon."""
     for recipe, claim, name in [
         ("revnet18-cifar10-best", "muon", "petra-64x2-muon-latency-0.5-lr-0.05"),
         ("rev_vit_small-cifar10-best", "vit", "petra-4x32-8-stages-muon-latency-0.5"),

@@ -1,6 +1,6 @@
-"""Draw the results in this folder, one SVG per figure, from their JSON lines.
+"""Draw the results, one SVG per figure, from the JSON lines beside them.
 
-python experiments/results/plot.py  # needs matplotlib
+python experiments/plot.py  # needs matplotlib
 """
 
 import json
@@ -15,7 +15,19 @@ import matplotlib.pyplot as plt
 from matplotlib import ticker
 from matplotlib.colors import Normalize, TwoSlopeNorm
 
-HERE = Path(__file__).parent
+FOLDERS = {
+    "revnet18": "revnet18-300-epochs",
+    "revnet34": "revnet34-50-short",
+    "revnet50": "revnet34-50-short",
+    "short": "cost-of-delay",
+    "quality": "gradient-by-stage",
+    "muon": "muon",
+    "race": "race-to-90",
+    "vit": "transformers",
+    "gpt": "transformers",
+    "overlap": "overlap-speedup",
+    "limits": "largest-batch",
+}
 NUM_STAGES = 10  # of RevNet-18, one per block, if a row has no number
 Row = dict[str, Any]
 plt.rcParams |= {
@@ -28,9 +40,14 @@ plt.rcParams |= {
 }
 
 
+def path_of(name: str, suffix: str) -> Path:
+    """Return the path of a data file or a figure."""
+    return Path(__file__).parent / FOLDERS[name] / f"{name}.{suffix}"
+
+
 def read(name: str) -> list[Row]:
     """Return the rows of a file, without failed runs."""
-    lines = (HERE / f"{name}.jsonl").read_text().splitlines()
+    lines = path_of(name, "jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "failed" not in row]
 
 
@@ -232,7 +249,7 @@ def draw_overlap(rows: list[Row]) -> None:
 
 def draw_quality(rows: list[Row]) -> None:
     """Draw cosine and norm of PETRA's gradients against backprop's, by stage, time and k."""
-    probed = sorted((row for row in rows if "quality" in row), key=lambda row: row["accumulate"])
+    probed = sorted(rows, key=lambda row: row["accumulate"])
     styles = {
         "cosine": ("cosine to backprop's gradient", Normalize(-0.2, 1), "viridis"),
         "ratio": ("its norm / backprop's", TwoSlopeNorm(1, 0.5, 1.75), "RdBu_r"),
@@ -276,12 +293,12 @@ def save(figure: Any, name: str, *, tight: bool = True) -> None:
     """Write a figure as SVG, without a date, so that equal figures are equal files."""
     if tight:
         figure.tight_layout()
-    figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
+    figure.savefig(path_of(name, "svg"), metadata={"Date": None}, bbox_inches="tight")
 
 
 if __name__ == "__main__":
     draw_short(read("short"))
-    draw_quality(read("short"))
+    draw_quality(read("quality"))
     draw_overlap(read("overlap"))
     draw_curves("revnet18", line=(94.9, "published, both"))
     draw_curves("revnet34")
