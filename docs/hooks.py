@@ -7,7 +7,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/*/README.md", "experiments/**/README.md")
+PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/*/*.md", "experiments/**/README.md")
 PICTURES = ("benchmarks/**/*.svg", "experiments/**/*.svg")
 
 

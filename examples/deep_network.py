@@ -26,11 +26,11 @@ def main() -> None:
     torch.manual_seed(0)
     x, targets = torch.randn(64, 32), torch.randint(10, (64,))
     print("KiB held by  store  checkpoint  reverse")
-    for depth in (8, 32, 64):
+    for depth in (8, 32):
         memory = rd.compare_memory(make(depth), x).by_backward
         cells = [f"{memory[name].held / 1024:>9,.0f}" for name in memory]
         print(f"depth {depth:>4} ", *cells)
-    model = make(64)
+    model = make(32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(20):
         loss = nn.functional.cross_entropy(model(x), targets)

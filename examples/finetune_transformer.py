@@ -29,8 +29,11 @@ def train(model: GPT2LMHeadModel, tokens: torch.Tensor) -> float:
 def main() -> None:
     """Compare plain and reversible fine-tuning."""
     torch.manual_seed(0)
-    tokens = torch.randint(50257, (2, 64))
-    plain = GPT2LMHeadModel(GPT2Config(n_layer=8, n_embd=64, n_head=4)).train()
+    tokens = torch.randint(1000, (2, 64))
+    config = GPT2Config(
+        vocab_size=1000, n_layer=6, n_embd=64, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    plain = GPT2LMHeadModel(config).train()
     model = rd.make_reversible(copy.deepcopy(plain))
     for name, net in (("plain", plain), ("reversible", model)):
         held = rd.measure_memory(net.transformer, tokens).held

@@ -24,9 +24,9 @@ def main() -> None:
     print(pipe)
     print(pipe.timeline(), end="\n\n")
     pipe.timeline().plot("timeline.png")
-    probe = pipe.probe(every=8)
+    probe = pipe.probe(every=12)
     kinds = torch.randn(10, 3, 32, 32)  # ten images, to be told apart under noise
-    for n in range(32):
+    for n in range(24):
         targets = torch.randint(10, (16,))
         tick = pipe.step(kinds[targets] + 0.3 * torch.randn(16, 3, 32, 32), targets)
         if tick.microbatch is not None and n % 8 == 7:

@@ -175,8 +175,8 @@ def sentences(page: Path) -> list[str]:
     """Return the sentences of a page, without code and tables."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     lines = [line for line in text.splitlines() if not re.match(r"\s*([|#!]|    |:::)", line)]
-    found = re.split(r"(?<=[.:;!?])\s+|\n\s*\n|\n(?=\s*(?:-|\d+\.) )", "\n".join(lines))
-    return [part for part in found if len(part.split()) > 1]
+    parts = re.split(r"(?<=[.:;!?])\s+|\n\s*\n|\n(?=\s*(?:-|\d+\.) )", "\n".join(lines))
+    return [part for part in parts if len(part.split()) > 1]
 
 
 def words_a_sentence(page: Path) -> float:

@@ -1,6 +1,6 @@
 """Best known settings: PETRA about as accurate as backprop, by Muon and half the delay.
 
-docs/reproduction.md has their results, beside those of backprop with the same optimizer.
+experiments/muon has their results, beside those of backprop with the same optimizer.
 """
 
 from collections.abc import Callable
