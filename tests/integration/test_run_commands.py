@@ -89,6 +89,7 @@ def test_onnx_computes_the_same(earlier, capsys):
     pytest.importorskip("onnxscript")
     assert main(["export", str(earlier), "--format", "onnx", "--out", "made/model.onnx"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "made/model.onnx"
+    assert [path.name for path in Path("made").iterdir()] == ["model.onnx"]  # weights included
     session = onnxruntime.InferenceSession("made/model.onnx", providers=["CPUExecutionProvider"])
     (name,) = (value.name for value in session.get_inputs())
     for size in (1, 5):

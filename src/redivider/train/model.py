@@ -26,6 +26,8 @@ from redivider.train.task import (
 
 FORMATS = {"torch": "model.pt2", "onnx": "model.onnx"}
 """Formats of an export, and the name of the file in the run's folder."""
+MAX_ONNX_BYTES = 2**30
+"""Weights above this lie in a second file, `model.onnx.data`: an ONNX file holds at most 2 GiB."""
 
 
 class LoadedRun(NamedTuple):
@@ -136,7 +138,16 @@ def export_run(folder: str | Path, out: str | Path | None = None, *, format: str
     path = Path(folder) / FORMATS[format] if out is None else Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == "onnx":
-        torch.onnx.export(model, inputs, path, dynamo=True, dynamic_shapes=dynamic, verbose=False)
+        num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+        torch.onnx.export(
+            model,
+            inputs,
+            path,
+            dynamo=True,
+            dynamic_shapes=dynamic,
+            external_data=num_bytes > MAX_ONNX_BYTES,
+            verbose=False,
+        )
     else:
         torch.export.save(torch.export.export(model, inputs, dynamic_shapes=dynamic), path)
     return path
