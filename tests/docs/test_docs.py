@@ -70,6 +70,13 @@ def test_the_code_about_training_runs(tmp_path, monkeypatch):
     assert names["recipe"].name == "quickstart" and not names["model"].training
 
 
+def test_the_code_about_budgets_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run("docs/budget.md")
+    assert names["plan"].measured <= 4 * 2**20
+    assert names["model"].backward == names["plan"].choices
+
+
 def test_the_examples_of_the_guide_are_short():
     text = (ROOT / "docs" / "guide.md").read_text()
     examples = re.findall(r"\*\*The example\.\*\*.*?```python\n(.*?)```", text, re.DOTALL)

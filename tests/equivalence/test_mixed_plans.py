@@ -48,6 +48,7 @@ def run(chain, forward, x):
 plans = st.lists(st.sampled_from(CHOICES), min_size=14, max_size=14)
 
 
+@pytest.mark.slow
 @given(plans, st.booleans())
 def test_any_mix_gives_the_gradients_of_plain_backprop(plan, training):
     chain = rd.Chain(make_units(), backward=plan, check_every=1).double().train(training)
@@ -63,6 +64,7 @@ def test_any_mix_gives_the_gradients_of_plain_backprop(plan, training):
         assert torch.allclose(buffer, true, rtol=1e-12)
 
 
+@pytest.mark.slow
 @given(plans)
 def test_any_mix_is_equal_to_store_to_the_last_bit_on_a_grid(plan):
     """The streams are far beyond the 24 bits that float32 has, so rounding them would show."""

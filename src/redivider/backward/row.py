@@ -14,13 +14,12 @@ Beside the tensors that autograd sees, couplings hand on the stored form of the 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from redivider.arithmetic import Arithmetic
-from redivider.backward.drift import Drift
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import Kept, keep_input
 from redivider.backward.recovery import Recovered, recover
@@ -29,6 +28,9 @@ from redivider.coupling import Coupling, Streams, verify_residual, verify_stream
 from redivider.errors import UnitError
 from redivider.replay import Call, Record
 from redivider.replay.autocast import is_autocast_enabled
+
+if TYPE_CHECKING:
+    from redivider.backward.drift import Drift
 
 
 class Row:
@@ -84,6 +86,8 @@ class Row:
         keep, ahead, keeper = self.keepings[self._next]
         if keep == "nothing":
             if self._drift_tolerance is not None and self._is_bottom(self._next):
+                from redivider.backward.drift import Drift  # one step in a hundred needs it
+
                 drift = Drift((a, b), self._drift_tolerance, name, self._mailbox)
                 self._drifts[self._next] = drift
             call, tensors = Call.split(coupling.f, (a,), side)
