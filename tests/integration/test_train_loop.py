@@ -209,10 +209,9 @@ def test_a_run_within_a_budget_resumes_by_its_plan(tmp_path, monkeypatch, undist
         return original(self, inputs)
 
     monkeypatch.setattr(BackpropEngine, "_capture", capture)
-    with monkeypatch.context() as context:
-        stop_after(context, 4)
-        with pytest.raises(Stopped, match="saved"):
-            train(config, tmp_path / "parts")
+    stop_after(monkeypatch, 4)
+    with pytest.raises(Stopped, match="saved"):
+        train(config, tmp_path / "parts")
     with monkeypatch.context() as context:
         context.setattr("redivider.train.engine.plan", None)  # it is not made again
         train(config, tmp_path / "parts", resume=True)
