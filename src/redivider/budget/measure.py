@@ -22,6 +22,7 @@ from redivider.arithmetic import Arithmetic
 from redivider.backward.auto import timer
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import keep_input
+from redivider.backward.offload import NUM_LEAVING
 from redivider.backward.row import Row, prepare_streams
 from redivider.backward.strategy import begin_pass, resolve_strategy
 from redivider.budget.solve import Key, Option, Peak, Problem
@@ -175,7 +176,7 @@ def measure(chain: Chain, x: Any, side: dict[str, Any], loss: Callable[[Any], An
     known: dict[Any, Measured] = {}
     units, left, in_row = [], 0, False
     checks_drift = chain.check_every > 0
-    with restored(chain):
+    with restored(nn.ModuleList([chain, *([loss] if isinstance(loss, nn.Module) else [])])):
         for index, part in enumerate(parts):
             with naming("the loss" if part.is_loss else name_unit(index, part.module)):
                 if part.couples and not in_row:
@@ -256,6 +257,12 @@ def _measure(part: Part, x: Any, needs: bool) -> Measured:
     if part.couples:
         choices += ["reverse", *["overlap"] * is_cuda]
     usages = {choice: _use([part], choice, x, needs, is_cuda) for choice in choices}
+    if is_cuda and not part.is_loss:
+        # Alone, its input would not leave the device. In a chain the inputs of a few others are on
+        # their way to the host, or back.
+        own, moving = usages["checkpoint"], NUM_LEAVING * _size(x)
+        forward, backward = own.forward + moving, own.backward + moving + _size(x)
+        usages["offload"] = replace(own, keeps=(), forward=forward, backward=backward)
     inner = {}
     for choice in REVERSED:
         if choice in usages:

@@ -199,12 +199,12 @@ class BackpropEngine(Engine):
         loss = _Targeted(self.task.loss, y)
         try:
             with self._autocast():
-                made = plan(self.task.body, x, memory=self.recipe.memory, loss=loss)
+                chosen = plan(self.task.body, x, memory=self.recipe.memory, loss=loss)
         except ValueError as error:  # too little; its message says how much is needed
             raise TrainError(f"{error}: --memory, --microbatch") from error
-        made.apply()
+        chosen.apply()
         self._is_planned = True
-        logger.info("%s", made)
+        logger.info("%s", chosen)
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> Any:
         """Return the update as a CUDA graph where possible, else the eager function."""

@@ -48,12 +48,12 @@ def problems(draw, max_units: int = 12):
         # Tensor (i, 0) enters unit i together with (i, 1); streams of couplings pass through.
         sizes |= {(i, 0): draw(few), (i + 1, 0): draw(few), (i, 1): draw(few)}
         near = [key for key in sizes if key[0] >= i - 1]
-        some = st.lists(st.sampled_from(near), max_size=2, unique=True).map(tuple)
-        peaks = st.lists(st.builds(Peak, some, few), min_size=1, max_size=2).map(tuple)
-        options = [Option("store", 0, draw(few), draw(some), draw(peaks))]
+        keys = st.lists(st.sampled_from(near), max_size=2, unique=True).map(tuple)
+        peaks = st.lists(st.builds(Peak, keys, few), min_size=1, max_size=2).map(tuple)
+        options = [Option("store", 0, draw(few), draw(keys), draw(peaks))]
         if num_plans * 2 <= MOST_PLANS and draw(st.booleans()):
             cost, held = draw(st.integers(1, 5)), draw(few)
-            options.append(Option("checkpoint", cost, held, draw(some), draw(peaks)))
+            options.append(Option("checkpoint", cost, held, draw(keys), draw(peaks)))
         if num_plans * (len(options) + 1) <= MOST_PLANS and draw(st.booleans()):
             pair = tuple(draw(st.permutations(near))[:2])
             cost = draw(st.integers(1, 5))
