@@ -5,8 +5,8 @@
     python benchmarks/memory-budget/run.py --solver                    # 400 units, on any machine
 
 For every share of the memory of `store`: a plan, compiled and captured in bf16; the best plan that
-stores the top couplings and reverses the others; and torch's activation_memory_budget on the same
-network, whose budget is lowered until its measured peak fits.
+stores the top couplings and reverses the others. Then the curve of torch's
+activation_memory_budget on the same network, with its measured peaks.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import redivider as rd
+from redivider.backward.auto import timer
 from redivider.budget.plan import measure_step
 from redivider.budget.solve import Option, Peak, Problem, find_least, solve, trace
 
@@ -55,7 +56,7 @@ def time_step(
             param.grad = None
         with torch.autocast("cuda", torch.bfloat16):
             loss = loss_of(model(x))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     for _ in range(3):
@@ -70,7 +71,7 @@ def time_step(
     captured = rd.capture(step, (x,))
     times = []
     for _ in range(NUM_STEPS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = timer(), timer()
         start.record()
         captured(x)
         end.record()
@@ -123,7 +124,7 @@ def compare(name: str, batch: int, context: int) -> None:
     for share in torch_shares():
         fresh, x = make(name, batch, context)
         fresh.backward = "store"
-        torch._functorch.config.activation_memory_budget = share  # type: ignore[attr-defined]
+        torch._functorch.config.activation_memory_budget = share
         compiled = torch.compile(fresh, dynamic=False)
         row = {"how": "torch", "share": share}
         row |= time_step(compiled, list(fresh.parameters()), x)
