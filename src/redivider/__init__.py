@@ -9,6 +9,8 @@ if _TYPE_CHECKING:
     from redivider.arithmetic import Fixed as Fixed
     from redivider.arithmetic import Float as Float
     from redivider.backward.drift import DriftWarning as DriftWarning
+    from redivider.budget.plan import Plan as Plan
+    from redivider.budget.plan import plan as plan
     from redivider.chain import Chain as Chain
     from redivider.checks.gradients import check_gradients as check_gradients
     from redivider.checks.max_batch import find_max_batch as find_max_batch
@@ -55,6 +57,7 @@ _HOMES = {
     "Muon": "optim.muon",
     "Pipeline": "pipeline.pipeline",
     "PipelineError": "errors",
+    "Plan": "budget.plan",
     "SkipWarning": "skip",
     "Split": "junction",
     "UnitError": "errors",
@@ -71,6 +74,7 @@ _HOMES = {
     "make_plain": "convert.reversible",
     "make_reversible": "convert.reversible",
     "measure_memory": "checks.memory",
+    "plan": "budget.plan",
     "units_from": "convert.units",
 }
 

@@ -18,7 +18,7 @@ from redivider.arithmetic import Arithmetic, resolve_arithmetic
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import keep_input
 from redivider.backward.row import Row, prepare_streams, run_on_grid
-from redivider.backward.strategy import STORE, Strategy, resolve_strategy
+from redivider.backward.strategy import STORE, Strategy, begin_pass, resolve_strategies
 from redivider.coupling import Coupling, run_by
 from redivider.errors import UnitError, did_you_mean, naming
 
@@ -47,7 +47,8 @@ class Chain(nn.Module):
             "compress" the same in 2 bits a value, with approximate gradients.
             "overlap" is "reverse", and "checkpoint-overlap" is "checkpoint", with the recomputation
             of a unit beside the backward of the next one on a GPU. "auto" times "reverse" and
-            "overlap" on a GPU, and keeps the faster one.
+            "overlap" on a GPU, and keeps the faster one. A list has one of these names, but "auto",
+            for every unit, as a plan does (`rd.plan`).
         arithmetic: "float", or "fixed" for reversal to the last bit: `Fixed(bits=20)`.
         check_every: Interval, in training steps, at which a reversing chain compares its rebuilt
             input with the original and warns of drift; 0 for never.
@@ -58,7 +59,7 @@ class Chain(nn.Module):
         self,
         units: Iterable[nn.Module] | Mapping[str, nn.Module],
         *,
-        backward: str = "reverse",
+        backward: str | Sequence[str] = "reverse",
         arithmetic: str | Arithmetic = "float",
         check_every: int = 100,
         drift_tolerance: float = 1e-2,
@@ -72,7 +73,7 @@ class Chain(nn.Module):
         tolerance: Any = drift_tolerance
         if not (isinstance(tolerance, Real) and float(tolerance) >= 0):
             raise ValueError(f"drift_tolerance must be 0 or more, got {tolerance!r}")
-        self.backward = backward
+        self._backward: str | tuple[str, ...] = "store"  # until the number of units is known
         self.arithmetic = arithmetic
         self.check_every = check_every
         self.drift_tolerance = drift_tolerance
@@ -99,16 +100,20 @@ class Chain(nn.Module):
             self._add(str(name), unit)
         if not self._modules:
             raise ValueError("a chain needs at least one unit")
+        self.backward = backward
 
     @property
-    def backward(self) -> str:
-        """Name of the strategy that provides the inputs of the backward; may be set at any time."""
+    def backward(self) -> str | tuple[str, ...]:
+        """Strategy that provides the inputs of the backward, or a tuple with one for every unit.
+
+        May be set at any time.
+        """
         return self._backward
 
     @backward.setter
-    def backward(self, strategy: str) -> None:
-        resolve_strategy(strategy)
-        self._backward = strategy
+    def backward(self, backward: str | Sequence[str]) -> None:
+        resolve_strategies(backward, len(self))
+        self._backward = backward if isinstance(backward, str) else tuple(backward)
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -200,9 +205,10 @@ class Chain(nn.Module):
     def __getitem__(self, index: int | slice) -> Any:
         if not isinstance(index, slice):
             return list(self)[index]
+        own = self.backward
         return Chain(
             dict(self._named_units()[index]),
-            backward=self.backward,
+            backward=own if isinstance(own, str) else own[index],
             arithmetic=self.arithmetic,
             check_every=self.check_every,
             drift_tolerance=self.drift_tolerance,
@@ -220,15 +226,17 @@ class Chain(nn.Module):
         if self._auto is not None:
             self._auto.settle(times)
 
-    def _strategy(self) -> Strategy:
-        return resolve_strategy(self.backward) if torch.is_grad_enabled() else STORE
+    def _strategies(self) -> list[Strategy]:
+        backward = self.backward if torch.is_grad_enabled() else "store"
+        return resolve_strategies(backward, len(self))
 
     def _is_plain(self) -> bool:
-        return self._strategy() == STORE and not self.arithmetic.exact
+        return {*self._strategies()} == {STORE} and not self.arithmetic.exact
 
     def _count_step(self) -> float | None:
         """Count a training step; return the tolerance if this step checks for drift."""
-        if not (self.training and self._strategy().reverses and self.check_every):
+        reverses = any(strategy.reverses for strategy in self._strategies())
+        if not (self.training and reverses and self.check_every):
             return None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None  # a replay has no host to read the result
@@ -244,7 +252,7 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
     for observe in _observers:
         observe(chain)
     chain._mailbox.poll()
-    strategy, trial = chain._strategy(), None
+    strategies, trial = chain._strategies(), None
     exact, drift_tolerance = chain.arithmetic.exact, chain._count_step()
     if chain.backward == "auto" and torch.is_grad_enabled():
         from redivider.backward.auto import Auto  # few chains need it
@@ -252,27 +260,27 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
         chain._auto = chain._auto or Auto()
         trial = chain._auto.trial(x, chain.training)
         choice = trial.pick()
-        strategy = resolve_strategy(choice)
-    ahead, keeper = strategy.make_overlap(x), strategy.make_keeper(x)
+        strategies = resolve_strategies(choice, len(chain))
+    keepings = begin_pass(strategies, [isinstance(unit, Coupling) for unit in chain], x)
     hint = ""
     for in_row, units in chain.segments():
+        own, keepings = keepings[: len(units)], keepings[len(units) :]
         row: Row | None = None
         if in_row:
             names = [name for name, _ in units]
             with naming(names[0]):
                 x = prepare_streams(x)
-                if not chain._is_plain():
-                    keep, arithmetic = strategy.coupling, chain.arithmetic
-                    row = Row(names, keep, arithmetic, chain._mailbox, ahead, keeper)
+                if exact or any(keeping.keep != "graph" for keeping in own):
+                    row = Row(names, own, chain.arithmetic, chain._mailbox)
                     x = row.enter(x, drift_tolerance=drift_tolerance)
-        for name, unit in units:
+        for (name, unit), (keep, ahead, keeper) in zip(units, own, strict=True):
             keywords = taken(unit, side)
             with naming(name, hint):
                 if row is not None and isinstance(unit, Coupling):
                     _verify_forward(unit)
                     with run_by(row, unit):  # which runs f, compiled or not
                         x = call_uncompiled(unit, x, **keywords)
-                elif in_row or strategy.junction == "graph":
+                elif in_row or keep == "graph":
                     x = unit(x, **keywords)
                 else:
                     how: dict[str, Any] = {"exact": exact, "ahead": ahead, "keeper": keeper}

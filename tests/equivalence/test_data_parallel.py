@@ -22,7 +22,10 @@ pytestmark = pytest.mark.slow
 BATCH = 4  # samples of each process
 
 
-def build(backward: str) -> rd.Chain:
+MIXED = ("store", "store", "reverse", "checkpoint", "overlap", "overlap", "checkpoint", "store")
+
+
+def build(backward: str | tuple[str, ...]) -> rd.Chain:
     torch.manual_seed(3)
     couplings = [rd.Coupling(make(8)) for make in (Attention, MLP) * 2]
     units = [nn.Linear(6, 8), rd.Duplicate(), *couplings, rd.Fuse("concat"), nn.Linear(16, 3)]
@@ -58,6 +61,10 @@ def ddp_variants(rank: int) -> dict[str, float]:
     errors = {}
     variants: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
     prepare_ahead()
+    model = DistributedDataParallel(build(MIXED))
+    weigh(model(*batches(rank, 1))).backward()
+    grads = {name: param.grad for name, param in model.module.named_parameters()}
+    errors["mixed"] = worst_error(grads, expected(1))
     for backward in ("reverse", "checkpoint", "overlap"):
         for options in variants:
             model = DistributedDataParallel(build(backward), **options)
@@ -147,7 +154,7 @@ def sharded_f(rank: int) -> dict[str, str]:
 
 def test_ddp_gives_the_gradient_of_the_joined_batch(tmp_path):
     for errors in launch(ddp_variants, tmp_path):
-        assert len(errors) == 15
+        assert len(errors) == 16
         assert max(errors.values()) <= 1e-12, errors
 
 

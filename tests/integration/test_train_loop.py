@@ -197,6 +197,31 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_bit(
     assert (tmp_path / "parts" / "log.jsonl").read_text() == before
 
 
+def test_a_run_within_a_budget_resumes_by_its_plan(tmp_path, monkeypatch, undisturbed):
+    deep = {"width": 8, "heads": 2, "depth": 4, "patch_size": 2}
+    config = recipe(memory="256KiB", model_options=deep, epochs=0.2, save_minutes=1e9)
+    whole = undisturbed(config)
+    plans = []
+    original = BackpropEngine._capture
+
+    def capture(self, inputs):
+        plans.append(self.task.body.backward)
+        return original(self, inputs)
+
+    monkeypatch.setattr(BackpropEngine, "_capture", capture)
+    stop_after(monkeypatch, 4)
+    with pytest.raises(Stopped, match="saved"):
+        train(config, tmp_path / "parts")
+    with monkeypatch.context() as context:
+        context.setattr("redivider.train.engine.plan", None)  # it is not made again
+        train(config, tmp_path / "parts", resume=True)
+    assert plans[0] == plans[1] and {"store", "reverse"} <= {*plans[0]}
+    ours, theirs = (load_file(run / "model.safetensors") for run in (tmp_path / "parts", whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with pytest.raises(TrainError, match=r"no plan fits into 1,024 bytes: .* --microbatch"):
+        train(replace(config, memory="1KiB"), tmp_path / "none")
+
+
 def test_quality_is_written_before_a_run_stops(tmp_path, monkeypatch):
     config = recipe(method="petra", probe_every=4, log_every=1000, evaluate_every=100)
     stop_after(monkeypatch, 22)

@@ -6,6 +6,9 @@ output. In the backward every coupling recovers its input and hands it to the on
     forward    (a, b) --> coupling 0 --> coupling 1 --> ... --> coupling n-1 --> (c, a), kept
     backward   (a, b) <-- coupling 0 <-- coupling 1 <-- ... <-- coupling n-1 <--
 
+Couplings of a row may differ in what they keep. Then every run of couplings that keep nothing does
+the above: its last coupling, the top, keeps its output. Its first one is the bottom.
+
 Beside the tensors that autograd sees, couplings hand on the stored form of the streams
 (arithmetic.py).
 """
@@ -17,19 +20,17 @@ import torch
 from torch import Tensor
 
 from redivider.arithmetic import Arithmetic
-from redivider.backward.drift import Drift
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import Kept, keep_input
 from redivider.backward.recovery import Recovered, recover
-from redivider.backward.strategy import Keep
+from redivider.backward.strategy import Keeping
 from redivider.coupling import Coupling, Streams, verify_residual, verify_streams
 from redivider.errors import UnitError
 from redivider.replay import Call, Record
 from redivider.replay.autocast import is_autocast_enabled
 
 if TYPE_CHECKING:
-    from redivider.backward.node import Keeper
-    from redivider.backward.overlap import Overlap
+    from redivider.backward.drift import Drift
 
 
 class Row:
@@ -37,34 +38,29 @@ class Row:
 
     Args:
         names: Index and name of every coupling, for errors.
-        keep: State that a coupling keeps between forward and backward.
+        keepings: State that every coupling keeps between forward and backward.
         arithmetic: Arithmetic that adds the residuals.
         mailbox: Receiver of faults and drift from the device.
-        ahead: Scheduler that prepares couplings before their turn, if there is one.
-        keeper: Keeper of inputs elsewhere than in the graph, if there is one.
     """
 
     def __init__(
         self,
         names: Sequence[str],
-        keep: Keep,
+        keepings: Sequence[Keeping],
         arithmetic: Arithmetic,
         mailbox: Mailbox,
-        ahead: "Overlap | None" = None,
-        keeper: "Keeper | None" = None,
     ) -> None:
         self.names = names
-        self.ahead = ahead
-        self._keeper = keeper
+        self.keepings = keepings
         self.arithmetic = arithmetic
-        self._keep = keep
         self._mailbox = mailbox
         self._next = 0  # index of the coupling whose turn it is in the forward
         self._expected: tuple[tuple[int, int], tuple[int, int]] | None = None  # its streams
         self._faults: list[Tensor] = []
         self._outputs: dict[int, Streams] = {}  # in the backward: recovered outputs by coupling
         self._lent: Streams | None = None  # output from which a coupling is prepared ahead
-        self._drift: Drift | None = None
+        self._drift_tolerance: float | None = None
+        self._drifts: dict[int, Drift] = {}  # by the bottom of a run
 
     def enter(self, streams: Streams, *, drift_tolerance: float | None) -> Streams:
         """Convert the streams to the row's arithmetic; with a tolerance, check them for drift."""
@@ -72,8 +68,7 @@ class Row:
         stored = [self.arithmetic.store(x) for x in streams]
         self._stored = (stored[0].stored, stored[1].stored)
         a, b = (self.real(checked.stored) for checked in stored)
-        if drift_tolerance is not None:
-            self._drift = Drift((a, b), drift_tolerance, self.names[0], self._mailbox)
+        self._drift_tolerance = drift_tolerance
         for value, x, (_, fault) in zip((a, b), streams, stored, strict=True):
             self._note_fault(self.names[0], fault, value, x)
         entered = _straight_through(a, streams[0]), _straight_through(b, streams[1])
@@ -88,15 +83,21 @@ class Row:
                 "hooks on couplings may look, and a junction may change"
             )
         name, exact = self.names[self._next], self.arithmetic.exact
-        if self._keep == "nothing":
+        keep, ahead, keeper = self.keepings[self._next]
+        if keep == "nothing":
+            if self._drift_tolerance is not None and self._is_bottom(self._next):
+                from redivider.backward.drift import Drift  # one step in a hundred needs it
+
+                drift = Drift((a, b), self._drift_tolerance, name, self._mailbox)
+                self._drifts[self._next] = drift
             call, tensors = Call.split(coupling.f, (a,), side)
             c, a = _KeptNothing(self, self._next, call).apply([b, *tensors])
         else:
             # The view sums f's gradients for `a` before the other stream's gradient is added. That
             # is the order in recovery, so both strategies are equal to the last bit.
-            if self._keep == "input":
-                how: dict[str, Any] = {"ahead": self.ahead, "keeper": self._keeper}
-                r = keep_input(name, coupling.f, (a,), side, exact=exact, **how)
+            if keep == "input":
+                how: dict[str, Any] = {"exact": exact, "ahead": ahead, "keeper": keeper}
+                r = keep_input(name, coupling.f, (a,), side, **how)
             else:
                 r = coupling.residual(a.view_as(a), side)
             c = _straight_through(self.advance(verify_residual(r, a)), b, r)
@@ -114,8 +115,9 @@ class Row:
         return value
 
     def kept(self, index: int) -> Sequence[Tensor]:
-        """Return the streams that this coupling must save: its output if it is the last one."""
-        return self._stored if index == len(self.names) - 1 else ()
+        """Return the streams that this coupling must save: its output if it is a top."""
+        is_top = index + 1 == len(self.names) or self.keepings[index + 1].keep != "nothing"
+        return self._stored if is_top else ()
 
     def real(self, stored: Tensor) -> Tensor:
         """Return the real form of a stream of this row."""
@@ -131,10 +133,10 @@ class Row:
 
     def hand_back(self, index: int, streams: Streams) -> None:
         """Hand the recovered input of this coupling to the one before, as its output."""
-        if index == 0 and self._drift is not None:
-            self._drift.compare((self.real(streams[0]), self.real(streams[1])))
+        if index in self._drifts:
+            self._drifts[index].compare((self.real(streams[0]), self.real(streams[1])))
         # Last, so that a comparison that raises can be tried again.
-        self._outputs = {index - 1: streams} if index else {}
+        self._outputs = {} if self._is_bottom(index) else {index - 1: streams}
 
     def take_back(self, index: int) -> Streams:
         """Return the output of this coupling, as the next one has recovered it."""
@@ -146,19 +148,22 @@ class Row:
             )
         return self._outputs[index]
 
-    def lend(self, streams: Streams) -> None:
+    def lend(self, index: int, streams: Streams) -> None:
         """Hold the output of a coupling, which another CUDA stream reads, until the next call."""
-        self._lent = streams if self.ahead is not None else None
+        self._lent = streams if self.keepings[index].ahead is not None else None
 
     def let_go(self, index: int) -> None:
         """Release the output of this coupling, whose backward is done."""
         # If its output was still here, it has handed nothing on, and the row is done.
-        if self._outputs.pop(index, None) is not None or index == 0:
+        if self._outputs.pop(index, None) is not None or self._is_bottom(index):
             self._lent = None
 
     def wants_input(self, index: int, requires_grad: bool) -> bool:
         """Return whether the recovered input of this coupling will be used."""
-        return requires_grad if index else self._drift is not None
+        return index in self._drifts if self._is_bottom(index) else requires_grad
+
+    def _is_bottom(self, index: int) -> bool:
+        return index == 0 or self.keepings[index - 1].keep != "nothing"
 
     def _note_fault(self, name: str, fault: Tensor | None, value: Tensor, x: Tensor) -> None:
         if fault is None:
@@ -235,7 +240,7 @@ class _KeptNothing(Kept):
 
     def __init__(self, row: Row, index: int, call: Call) -> None:
         self.name = row.names[index]
-        self.ahead = row.ahead
+        self.ahead = row.keepings[index].ahead
         self.is_compiled = call.is_compiled
         self._row = row
         self._index = index
@@ -246,8 +251,9 @@ class _KeptNothing(Kept):
         return grads[0] is not None
 
     def precedes(self, other: Kept) -> bool:
-        follows = isinstance(other, _KeptNothing) and other._row is self._row
-        return follows and other._index == self._index + 1  # type: ignore[attr-defined]
+        if not isinstance(other, _KeptNothing) or not super().precedes(other):
+            return False
+        return other._row is self._row and other._index == self._index + 1
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         _, a, *others = tensors
@@ -262,7 +268,7 @@ class _KeptNothing(Kept):
         row, num_others = self._row, len(needs) - 2
         others, kept = saved[:num_others], saved[num_others:]
         c, a = kept if kept else row.take_back(self._index)
-        row.lend((c, a))
+        row.lend(self._index, (c, a))
         recovers = row.wants_input(self._index, needs[0] or needs[1])
         if not flows:
             if not recovers:

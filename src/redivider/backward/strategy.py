@@ -15,8 +15,9 @@ Gomez et al. 2017 (RevNet) for reversal, Chen et al. 2016 for checkpoints; for t
 overlap.py, for the choice auto.py, for few bits tape.py, for host memory offload.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -28,6 +29,16 @@ if TYPE_CHECKING:
     from redivider.backward.overlap import Overlap
 
 Keep: TypeAlias = Literal["graph", "input", "nothing"]
+
+
+class Keeping(NamedTuple):
+    """State that one unit of a pass keeps, and its helpers, which units of a strategy share."""
+
+    keep: Keep
+    ahead: "Overlap | None" = None
+    """Scheduler that prepares units before their turn, if there is one."""
+    keeper: "Keeper | None" = None
+    """Keeper of inputs elsewhere than in the graph, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -98,3 +109,27 @@ def resolve_strategy(name: str) -> Strategy:
     if name not in STRATEGIES:
         raise ValueError(not_one_of("backward", name, STRATEGIES))
     return STRATEGIES[name]
+
+
+def resolve_strategies(backward: str | Sequence[str], num_units: int) -> list[Strategy]:
+    """Return the strategy of every unit, from one name for all of them or a name for each."""
+    if isinstance(backward, str):
+        return [resolve_strategy(backward)] * num_units
+    if len(backward) != num_units:
+        raise ValueError(
+            f"backward names {len(backward)} strategies, and the chain has {num_units} units"
+        )
+    if "auto" in backward:
+        raise ValueError('"auto" is for a whole chain; name "reverse" or "overlap" for a unit')
+    return [resolve_strategy(name) for name in backward]
+
+
+def begin_pass(
+    strategies: Sequence[Strategy], is_coupling: Sequence[bool], x: Any
+) -> list[Keeping]:
+    """Return what every unit keeps in a pass on x."""
+    helpers = {own: (own.make_overlap(x), own.make_keeper(x)) for own in dict.fromkeys(strategies)}
+    return [
+        Keeping(own.coupling if couples else own.junction, *helpers[own])
+        for own, couples in zip(strategies, is_coupling, strict=True)
+    ]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
 from weakref import finalize
 
@@ -210,11 +210,21 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._changes.append((self._known.pop(key), -size))
         self.bytes -= size
 
-    def peak_without(self, tensors: Any) -> int:
-        """Return the largest number of bytes, had these tensors, still alive, taken none."""
+    @property
+    def moment(self) -> int:
+        """Number of allocations and releases so far."""
+        return len(self._changes)
+
+    def peak_without(self, tensors: Any, since: int = 0) -> int:
+        """Return the largest number of bytes, had these tensors, still alive, taken none.
+
+        Args:
+            tensors: The tensors.
+            since: Moment to begin with.
+        """
         left_out = {self._known.get(storage._cdata) for storage in _storages(tensors)}
-        sizes = (size for number, size in self._changes if number not in left_out)
-        return max(accumulate(sizes), default=0)
+        sizes = (0 if number in left_out else size for number, size in self._changes)
+        return max(islice(accumulate(sizes, initial=0), since, None))
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:

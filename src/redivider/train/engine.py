@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from redivider.budget.plan import plan
 from redivider.checks.memory import measure_memory
 from redivider.errors import CaptureError
 from redivider.gpu.capture import capture
@@ -18,6 +19,7 @@ from redivider.pipeline.diagnostics.memory import Holding, holdings
 from redivider.pipeline.diagnostics.timeline import measured_spans
 from redivider.pipeline.pipeline import Pipeline
 from redivider.pipeline.schedule import Action
+from redivider.train.errors import TrainError
 from redivider.train.optim import make_optimizer
 from redivider.train.processes import Processes
 from redivider.train.recipe import Recipe
@@ -95,6 +97,17 @@ class Engine(ABC):
         return nullcontext()
 
 
+class _Targeted(nn.Module):
+    """A loss with its targets."""
+
+    def __init__(self, loss: nn.Module, y: Tensor) -> None:
+        super().__init__()
+        self.loss, self._y = loss, y
+
+    def forward(self, output: Any) -> Any:
+        return self.loss(output, self._y)
+
+
 class BackpropEngine(Engine):
     """Plain, checkpointed or reversible backprop, in steps of `accumulate` micro-batches.
 
@@ -110,6 +123,7 @@ class BackpropEngine(Engine):
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
         self._pending: list[Tensor] = []
         self._num_updates = 0
+        self._is_planned = False
         self._run: Any = None
         if recipe.compile:
             task.body.compile(dynamic=False)
@@ -122,6 +136,8 @@ class BackpropEngine(Engine):
             group["lr"] = rate * self.schedule(self._num_updates)
         inputs, self._pending = tuple(self._pending), []
         if self._run is None:
+            if self.recipe.memory is not None and not self._is_planned:
+                self._plan(*inputs[:2])
             self._run = self._capture(inputs)
         losses, corrects = self._run(*inputs)
         self._num_updates += 1
@@ -158,6 +174,8 @@ class BackpropEngine(Engine):
         }
         if self.device.type == "cuda":
             state["random_cuda"] = torch.cuda.get_rng_state(self.device)
+        if self._is_planned:
+            state["plan"] = list(self.task.body.backward)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -171,7 +189,22 @@ class BackpropEngine(Engine):
         torch.set_rng_state(state["random"].cpu())
         if "random_cuda" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"].cpu(), self.device)
+        if "plan" in state:  # one that is timed again may differ
+            self.task.body.backward = state["plan"]
+            self._is_planned = True
         self._run = None  # a captured step holds the old state
+
+    def _plan(self, x: Tensor, y: Tensor) -> None:
+        """Choose what every unit keeps, within the memory of the recipe."""
+        loss = _Targeted(self.task.loss, y)
+        try:
+            with self._autocast():
+                chosen = plan(self.task.body, x, memory=self.recipe.memory, loss=loss)
+        except ValueError as error:  # too little; its message says how much is needed
+            raise TrainError(f"{error}: --memory, --microbatch") from error
+        chosen.apply()
+        self._is_planned = True
+        logger.info("%s", chosen)
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> Any:
         """Return the update as a CUDA graph where possible, else the eager function."""

@@ -43,8 +43,8 @@ def override(recipe: Recipe, arguments: Sequence[str]) -> Recipe:
             options = {**recipe.model_options, **changed.model_options}
             changed = replace(changed, model_options=options)
         names = {word.partition("=")[0] for word in words}
-        # An explicit method replaces those that the recipe compares.
-        is_single = "--method" in names and "--compare" not in names
+        # An explicit method, or a plan, replaces those that the recipe compares.
+        is_single = names & {"--method", "--memory"} and "--compare" not in names
         return replace(changed, compare=()) if is_single else changed
     except SystemExit as end:
         if not end.code:  # help was asked for

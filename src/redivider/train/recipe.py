@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from redivider.budget.size import parse_bytes
 from redivider.errors import did_you_mean
 from redivider.train.errors import TrainError
 
@@ -60,6 +61,8 @@ class Recipe:
     """bytes, or the size of a byte-pair vocabulary."""
     method: Method = "reverse"
     """Method that computes gradients: the first eight are backprop, the others pipelines."""
+    memory: str | None = None
+    """Bytes that a step may add to weights and optimizer, as 6GiB; then a plan replaces method."""
     stages: int | tuple[int, ...] | Literal["auto"] = "auto"
     """Number of pipeline stages, or their sizes; auto is one per unit, or one per process."""
     replicas: int = 1
@@ -162,6 +165,15 @@ class Recipe:
             raise TrainError(f"model_options may not have {name}: it follows from the other fields")
         if 2 * self.latency % 1:
             raise TrainError(f"latency must be a multiple of 0.5, got {self.latency!r}")
+        if self.memory is not None:
+            if self.is_pipeline:
+                raise TrainError(
+                    f"memory is for backprop, not for {self.method}: take --method reverse as well"
+                )
+            try:
+                parse_bytes(self.memory)
+            except ValueError as error:
+                raise TrainError(str(error)) from None
         if len(set(self.compare)) < len(self.compare):
             raise TrainError(f"compare names a method twice: {', '.join(self.compare)}")
 

@@ -24,7 +24,8 @@ def find_warnings(
             f"{recipe.epochs:g}: --microbatch is {recipe.microbatch}, "
             f"--accumulate {recipe.accumulate}"
         )
-    if not reverses and recipe.method in ("reverse", "overlap", "auto"):
+    by_method = not reverses and recipe.memory is None
+    if by_method and recipe.method in ("reverse", "overlap", "auto"):
         warnings.append(
             f"{recipe.model} has no couplings to reverse, so that {recipe.method} keeps what store "
             "does: take a model of rev_* or revnet*, or --method checkpoint"

@@ -56,6 +56,8 @@ def test_every_row_of_table_2_is_there():
         ({"latency": 0.7}, "latency must be a multiple of 0.5"),
         ({"latency": 0}, "latency must be 0.5 or more"),
         ({"compile": "yes"}, "compile must be bool"),
+        ({"memory": "much"}, "memory is a number of bytes"),
+        ({"memory": "6GiB", "method": "petra"}, "take --method reverse"),
     ],
 )
 def test_wrong_values_are_refused(wrong, said):
@@ -98,6 +100,7 @@ def test_every_field_can_be_set_on_the_command_line():
         (["--tokens", "512", "--data=text"], {"tokens": 512, "data": "text"}),
         (["--lookahead", "momentum"], {"lookahead": "momentum"}),
         (["--compare", "store", "petra"], {"compare": ("store", "petra")}),
+        (["--memory", "6GiB"], {"memory": "6GiB"}),
     ):
         assert override(before, words) == replace(before, **changed)
     values = {name: getattr(before, name) for name in Recipe.__dataclass_fields__}
@@ -132,4 +135,6 @@ def test_a_method_that_is_told_is_trained_by_alone():
         assert (alone.method, alone.compare) == ("dsp", ())
     both = override(quickstart, "--method dsp --compare store petra".split())
     assert (both.method, both.compare) == ("dsp", ("store", "petra"))
+    planned = override(quickstart, "--method reverse --memory 1MiB".split())
+    assert (planned.memory, planned.compare) == ("1MiB", ())
     assert override(quickstart, ["--lr", "0.1"]).compare == quickstart.compare

@@ -1,0 +1,184 @@
+"""Time of a training step against the memory it may take, on a GPU.
+
+    python benchmarks/memory-budget/run.py --model rev_vit_large --batch 64 > results.json
+    python benchmarks/memory-budget/run.py --model rev_gpt_small --batch 8 --context 1024
+    python benchmarks/memory-budget/run.py --solver                    # 400 units, on any machine
+
+For every share of the memory of `store`: a plan, compiled and captured in bf16; the best plan that
+stores the top couplings and reverses the others. Then the curve of torch's
+activation_memory_budget on the same network, with its measured peaks.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import redivider as rd
+from redivider.backward.auto import timer
+from redivider.budget.plan import measure_step
+from redivider.budget.solve import Option, Peak, Problem, find_least, solve, trace
+
+SHARES = (0.25, 0.4, 0.6, 0.8)
+NUM_STEPS = 20
+NUM_UNITS = 400
+MIB = 2**20
+
+
+def make(name: str, batch: int, context: int) -> tuple[rd.Chain, torch.Tensor]:
+    """Return a model and a batch on the GPU."""
+    if "gpt" in name:
+        model = rd.create_model(name, vocabulary=50257, context=context, device="cuda")
+        return model, torch.randint(50257, (batch, context), device="cuda")
+    model = rd.create_model(name, num_classes=1000, device="cuda")
+    return model, torch.randn(batch, 3, 224, 224, device="cuda")
+
+
+def loss_of(y: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy with the first class."""
+    scores = y.flatten(0, -2)
+    return F.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long, device=y.device))
+
+
+def time_step(
+    model: Callable[..., Any], params: Sequence[Any], x: torch.Tensor
+) -> dict[str, float]:
+    """Return median milliseconds of captured steps in bf16, and the peak of eager ones."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for param in params:
+            param.grad = None
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_of(model(x))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    for _ in range(3):
+        step(x)
+    torch.cuda.synchronize()
+    for param in params:
+        param.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step(x)
+    peak = torch.cuda.max_memory_allocated() - before
+    captured = rd.capture(step, (x,))
+    times = []
+    for _ in range(NUM_STEPS):
+        start, end = timer(), timer()
+        start.record()
+        captured(x)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return {"ms": median(times), "peak_mib": peak / MIB}
+
+
+def best_by_hand(model: rd.Chain, x: torch.Tensor, budget: int) -> list[str]:
+    """Return the plan that stores as many top couplings as fit, and reverses the others."""
+    couples = [isinstance(unit, rd.Coupling) for unit in model]
+    for num_reversed in range(sum(couples) + 1):
+        place, names = 0, []
+        for own in couples:
+            names.append("reverse" if own and place < num_reversed else "store")
+            place += own
+        with torch.autocast("cuda", torch.bfloat16):
+            if measure_step(model, names, x, loss_of) <= budget:
+                return names
+    raise ValueError("reversing all couplings does not fit")
+
+
+def compare(name: str, batch: int, context: int) -> None:
+    """Print the times of plans, of plans by hand, and of torch's budget."""
+    model, x = make(name, batch, context)
+    model.compile(dynamic=False)
+    params = list(model.parameters())
+    with torch.autocast("cuda", torch.bfloat16):
+        most = measure_step(model, "store", x, loss_of)
+    model.backward = "store"
+    rows: list[dict[str, Any]] = [{"how": "store", "budget_mib": most / MIB}]
+    rows[0] |= time_step(model, params, x)
+    for share in SHARES:
+        budget = int(share * most)
+        start = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16):
+            plan = rd.plan(model, x, memory=budget, loss=loss_of)
+        seconds = time.perf_counter() - start
+        by_hand = best_by_hand(model, x, budget)
+        for how, backward in (("plan", plan), ("by hand", by_hand)):
+            model.backward = backward
+            row = {"how": how, "share": share, "budget_mib": budget / MIB}
+            row |= time_step(model, params, x)
+            if how == "plan":
+                row |= {"seconds": seconds, "measured_mib": plan.measured / MIB}
+                row["choices"] = ",".join(plan)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    del model, params
+    for share in torch_shares():
+        fresh, x = make(name, batch, context)
+        fresh.backward = "store"
+        torch._functorch.config.activation_memory_budget = share
+        compiled = torch.compile(fresh, dynamic=False)
+        row = {"how": "torch", "share": share}
+        row |= time_step(compiled, list(fresh.parameters()), x)
+        print(json.dumps(row), flush=True)
+        torch._dynamo.reset()
+    print(json.dumps(rows[0]), flush=True)
+
+
+def torch_shares() -> list[float]:
+    """Return the values of torch's setting that make its curve."""
+    return [step / 10 for step in range(1, 11)]
+
+
+def time_solver() -> None:
+    """Print seconds to solve 400 units of a few kinds, on one core."""
+    rng = random.Random(0)
+    stream = 25 * MIB
+    for num_kinds in (1, 2, 8, 20):
+        kinds = [(rng.randrange(50, 150) * MIB, rng.uniform(1, 10)) for _ in range(num_kinds)]
+        sizes: dict[Any, int] = dict.fromkeys(range(-2, NUM_UNITS), stream)
+        units = []
+        for i in range(NUM_UNITS):
+            graph, cost = kinds[i % num_kinds]
+            inside, top = Peak((), graph + 5 * stream), Peak((), graph + 3 * stream)
+            units.append(
+                (
+                    Option("store", 0.0, graph, (i - 1,), (Peak((i,), 2 * stream),)),
+                    Option("checkpoint", cost, 0, (i - 1,), (top,)),
+                    Option("reverse", 1.02 * cost, 0, (), (inside,), (i, i - 1), (top,)),
+                )
+            )
+        problem = Problem(units, sizes)
+        least = find_least(problem)
+        most = max(peak for _, peak in trace(problem, [0] * NUM_UNITS))
+        for share in (0.0, *SHARES, 1.0):
+            start = time.process_time()
+            solve(Problem(units, sizes), int(least + share * (most - least)))
+            seconds = time.process_time() - start
+            print(f"{num_kinds} kinds, {share:.0%} of the way to store: {seconds:.2f} s")
+
+
+def main() -> None:
+    """Run what the arguments ask for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="rev_vit_large")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--solver", action="store_true")
+    args = parser.parse_args()
+    if args.solver:
+        time_solver()
+    else:
+        compare(args.model, args.batch, args.context)
+
+
+if __name__ == "__main__":
+    main()

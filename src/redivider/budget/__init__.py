@@ -1,0 +1,1 @@
+"""Plans: the fastest choice of a backward for every unit that stays within a limit in bytes."""

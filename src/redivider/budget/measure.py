@@ -1,0 +1,478 @@
+"""Bytes and cost of every choice for every unit, measured once for every kind of unit.
+
+A unit runs by itself, on an input like its own, as its chain would run it. Tensors that enter and
+leave it are counted apart: they lie between units, and neighbours may share them (solve.py).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.flop_counter import FlopCounterMode
+
+from redivider._torch_private import compiled_call
+from redivider.arithmetic import Arithmetic
+from redivider.backward.auto import timer
+from redivider.backward.mailbox import Mailbox
+from redivider.backward.node import keep_input
+from redivider.backward.offload import NUM_LEAVING
+from redivider.backward.row import Row, prepare_streams
+from redivider.backward.strategy import begin_pass, resolve_strategy
+from redivider.budget.solve import Key, Option, Peak, Problem
+from redivider.chain import Chain, name_unit, taken
+from redivider.checks.memory import Live
+from redivider.checks.restore import restored
+from redivider.coupling import Coupling
+from redivider.errors import naming
+from redivider.tree import map_tensors, tensors_of
+
+NUM_TIMED = 5  # runs, of which the median counts
+NUM_IN_ROW = 3  # equal couplings in a row that is timed
+REVERSED = ("reverse", "overlap")
+
+
+class Meter(Protocol):
+    """Counter of bytes."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that have been allocated and are still there."""
+
+    @property
+    def moment(self) -> int:
+        """The present, for `peak_without`."""
+
+    def peak_without(self, tensors: Any, since: int = 0) -> int:
+        """Return the largest number of bytes since a moment, without those of some tensors."""
+
+
+class _Allocator:
+    """Counter of CUDA's allocator. Its peaks are without gradients that were there before them."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self._before = torch.cuda.memory_allocated()
+        self._peaks: list[int] = []  # between moments
+        self._grads = 0
+        torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def bytes(self) -> int:
+        return torch.cuda.memory_allocated() - self._before
+
+    @property
+    def moment(self) -> int:
+        self._peaks.append(torch.cuda.max_memory_allocated() - self._grads)
+        torch.cuda.reset_peak_memory_stats()
+        return len(self._peaks)
+
+    def leave_out(self, grad: Tensor) -> None:
+        """Do not count the gradient of a weight from now on."""
+        _ = self.moment
+        self._grads += grad.nbytes
+
+    def peak_without(self, tensors: Any, since: int = 0) -> int:
+        last = torch.cuda.max_memory_allocated() - self._grads
+        return max([*self._peaks[since:], last]) - self._before
+
+
+@contextmanager
+def counting(is_cuda: bool, weights: Sequence[Tensor] = ()) -> Iterator[Meter]:
+    """Count the bytes that are allocated inside, by CUDA's allocator or by torch's operations.
+
+    Args:
+        is_cuda: Whether to count those of a GPU.
+        weights: Weights whose gradients do not count.
+    """
+    if not is_cuda:
+        with Live() as live:
+            yield live
+        return
+    meter = _Allocator()
+    hooks = [weight.register_hook(meter.leave_out) for weight in weights]  # type: ignore[no-untyped-call]
+    try:
+        yield meter
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes that a choice needs for one unit, beside those of the tensors around it."""
+
+    keeps: tuple[int, ...]
+    """Tensors that it keeps, by their place: those of its input, then those of its output."""
+    held: int
+    """Bytes between forward and backward."""
+    forward: int
+    """Bytes in the forward, beyond those of its input and those that are held and kept."""
+    backward: int
+    """Bytes in the backward, beyond those that are held and kept."""
+    left: int = 0
+    """Bytes that are released with the graph, not in the backward."""
+    inside: int = 0
+    """All bytes in the backward of the couplings below the top, of three."""
+    excess: tuple[int, int] = (0, 0)
+    """Bytes of the memory in which gradients of its input lie beyond their own: of all, and of the
+    first one, which passes through a coupling below."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Usage and added cost of every choice, for one kind of unit."""
+
+    usages: dict[str, Usage]
+    costs: dict[str, float]
+    inner: dict[str, Usage]
+    """Usage of a reversed coupling that is not the top of its run."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A unit, or a loss, and how it is called."""
+
+    module: Any
+    side: dict[str, Any]
+    arithmetic: Arithmetic
+    is_loss: bool = False
+    is_first: bool = False
+    """Whether its input is that of the chain, which does not count."""
+
+    @property
+    def couples(self) -> bool:
+        """Whether it is a coupling."""
+        return isinstance(self.module, Coupling)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Parameters that get a gradient."""
+        params = self.module.parameters() if isinstance(self.module, nn.Module) else ()
+        return [param for param in params if param.requires_grad]
+
+
+def measure(chain: Chain, x: Any, side: dict[str, Any], loss: Callable[[Any], Any]) -> Problem:
+    """Measure all units of a chain, and the loss above them.
+
+    Args:
+        chain: The chain.
+        x: Its input.
+        side: Its keywords.
+        loss: A function from its output to tensors.
+    """
+    arithmetic = chain.arithmetic
+    parts = [Part(unit, taken(unit, side), arithmetic) for unit in chain]
+    parts = [replace(parts[0], is_first=True), *parts[1:], Part(loss, {}, arithmetic, is_loss=True)]
+    keys: dict[int, Key] = {_address(tensor): ("x", i) for i, tensor in enumerate(tensors_of(x))}
+    sizes: dict[Key, int] = dict.fromkeys(keys.values(), 0)  # the caller's
+    needs = any(tensor.requires_grad for tensor in tensors_of(x))
+    known: dict[Any, Measured] = {}
+    units, left, in_row = [], 0, False
+    checks_drift = chain.check_every > 0
+    with restored(nn.ModuleList([chain, *([loss] if isinstance(loss, nn.Module) else [])])):
+        for index, part in enumerate(parts):
+            with naming("the loss" if part.is_loss else name_unit(index, part.module)):
+                if part.couples and not in_row:
+                    x = _enter(x, arithmetic)
+                kind = _kind(part, x, needs)
+                if kind not in known:
+                    known[kind] = _measure(part, x, needs)
+                with torch.no_grad():
+                    y = part.module(x, **part.side)
+            measured, in_row = known[kind], part.couples
+            entering = _name(x, keys, sizes, (index, "in"))
+            leaving = _name(y, keys, sizes, (index, "out"))
+            if part.couples:
+                # What is kept of a pair beside the streams: their form on a grid, and a
+                # fingerprint, with which the rebuilt pair is compared to find drift.
+                own = measured.usages["reverse"].held - measured.inner["reverse"].held
+                sizes[index, "pair"] = own + (_fingerprint(x) if checks_drift else 0)
+            units.append(list(_options(measured, entering, leaving, (index, "pair"))))
+            excess = [
+                max(own) for own in zip(*(u.excess for u in measured.usages.values()), strict=True)
+            ]
+            _add_excess(units, excess, [own.couples for own in parts])
+            left += max(usage.left for usage in measured.usages.values())
+            needs = needs or bool(part.weights)
+            keys = dict(zip(map(_address, tensors_of(y)), leaving, strict=True))
+            x = y
+    return Problem(units, sizes, left)
+
+
+def _options(
+    measured: Measured, entering: list[Key], leaving: list[Key], pair: Key
+) -> Iterator[Option]:
+    """Yield the options of a unit, with the names of the tensors around it."""
+    places = [*entering, *leaving]
+    for choice, usage in measured.usages.items():
+        kept = tuple(dict.fromkeys(places[place] for place in usage.keeps))
+        peaks = (Peak(tuple(entering), usage.forward), Peak((), usage.backward))
+        cost, inner = measured.costs[choice], measured.inner.get(choice)
+        if inner is None:
+            yield Option(choice, cost, usage.held, kept, peaks)
+        else:
+            forward = usage.forward + usage.held - inner.held
+            inside = (Peak((*entering, *kept), forward), Peak((), inner.backward))
+            yield Option(choice, cost, inner.held, (), inside, pair=(*kept, pair), top=peaks)
+
+
+def _add_excess(units: list[list[Option]], excess: Sequence[int], couples: Sequence[bool]) -> None:
+    """Add to the units below the last one what gradients from it hold beyond their own bytes.
+
+    Halves of one gradient share its memory, until both are gone. The first one goes to the unit
+    below, and through a coupling to the next one.
+    """
+    last = len(units) - 1
+    for index, extra in zip((last - 1, last - 2), excess, strict=True):
+        if extra and index >= 0 and (index == last - 1 or couples[last - 1]):
+            units[index] = [
+                replace(
+                    option,
+                    peaks=tuple(_raised(option.peaks, extra)),
+                    top=tuple(_raised(option.top, extra)),
+                )
+                for option in units[index]
+            ]
+
+
+def _raised(peaks: Sequence[Peak], extra: int) -> Iterator[Peak]:
+    """Yield the peaks of a forward and a backward, the second one raised."""
+    for place, peak in enumerate(peaks):
+        yield peak._replace(extra=peak.extra + (extra if place else 0))
+
+
+def _measure(part: Part, x: Any, needs: bool) -> Measured:
+    """Measure one kind of unit by all choices that there are for it."""
+    is_cuda = any(tensor.is_cuda for tensor in tensors_of(x))
+    choices = ["store"]
+    if not part.is_loss:
+        choices += ["checkpoint", *["offload"] * is_cuda]
+    if part.couples:
+        choices += ["reverse", *["overlap"] * is_cuda]
+    usages = {choice: _use([part], choice, x, needs, is_cuda) for choice in choices}
+    if is_cuda and not part.is_loss:
+        # Alone, its input would not leave the device. In a chain the inputs of a few others are on
+        # their way to the host, or back.
+        own, moving = usages["checkpoint"], NUM_LEAVING * _size(x)
+        forward, backward = own.forward + moving, own.backward + moving + _size(x)
+        usages["offload"] = replace(own, keeps=(), forward=forward, backward=backward)
+    inner = {}
+    for choice in REVERSED:
+        if choice in usages:
+            # The lowest coupling of a run need not rebuild its input, so it takes three to have one
+            # inside. Copies have gradients of their own.
+            above = [replace(part, module=deepcopy(part.module)) for _ in range(2)]
+            run = _use([part, *above], choice, x, needs, is_cuda)
+            held = (run.held - usages[choice].held) // 2
+            inner[choice] = replace(run, held=held, backward=run.inside - held)
+            usages[choice] = replace(usages[choice], backward=run.backward)
+    if is_cuda:
+        seconds = {choice: _time(part, choice, x, needs) for choice in choices}
+        costs = {choice: max(0.0, seconds[choice] - seconds["store"]) for choice in choices}
+    else:
+        flops = _count_flops(part, x)
+        costs = {choice: 0.0 if choice == "store" else flops for choice in choices}
+    return Measured(usages, costs, inner)
+
+
+def _use(parts: Sequence[Part], choice: str, x: Any, needs: bool, is_cuda: bool) -> Usage:
+    """Run a unit, or three couplings in a row, forward and backward, and count bytes."""
+    for _ in range(2):  # the first run verifies modules, compiles them, and makes workspaces
+        torch.clear_autocast_cache()
+        with counting(is_cuda) as meter, torch.enable_grad():
+            usage = _use_once(parts, choice, x, needs, meter)
+    return usage
+
+
+def _use_once(parts: Sequence[Part], choice: str, x: Any, needs: bool, meter: Meter) -> Usage:
+    inputs = x if parts[0].is_first else _fresh(x, needs)
+    run, inputs = _start(parts, choice, inputs)
+    size = 0 if parts[0].is_first else _size(inputs)
+    entered = {_address(tensor) for tensor in tensors_of(inputs)}
+    start = meter.moment
+    marks: list[int] = []
+    y = run(inputs, lambda grad: marks.append(meter.moment))
+    forward = meter.peak_without((), start) - size
+    places = [ref(tensor.untyped_storage()) for tensor in tensors_of((inputs, y))]
+    caller = {_address(tensor) for tensor in tensors_of(x)} if parts[0].is_first else set()
+    edges = [get_gradient_edge(tensor) for tensor in tensors_of(inputs) if tensor.requires_grad]
+    total: Tensor = _Seed.apply(*tensors_of(y))  # type: ignore[no-untyped-call]
+    del inputs, y, run
+    keeps = tuple(place for place, storage in enumerate(places) if storage() is not None)
+    alive = {s.data_ptr(): s.nbytes() for s in (place() for place in places) if s is not None}
+    kept = sum(nbytes for address, nbytes in alive.items() if address not in caller)
+    held = meter.bytes - kept - total.nbytes
+    forward -= held + sum(n for address, n in alive.items() if address not in entered)
+    if not total.requires_grad:
+        return Usage(keeps, held, forward, 0)
+    start = meter.moment
+    wanted: list[Any] = [*edges, *(weight for part in parts for weight in part.weights)]
+    grads = torch.autograd.grad(total, wanted, allow_unused=True)
+    backward = meter.peak_without(grads[len(edges) :], start) - held - kept
+    # With overlap, there is no moment between two units.
+    below = marks[0] if marks and choice == "reverse" else start
+    left = meter.bytes - total.nbytes - _size(grads)
+    inside = meter.peak_without(grads[len(edges) :], below)
+    received = [grad for grad in grads[: len(edges)] if grad is not None]
+    excess = _excess(received), _excess(received[:1])
+    return Usage(keeps, held, forward, backward, left, inside, excess)
+
+
+def _excess(tensors: Sequence[Tensor]) -> int:
+    return max(0, _size(tensors) - sum({id(t): t.nbytes for t in tensors}.values()))
+
+
+def _start(
+    parts: Sequence[Part], choice: str, inputs: Any
+) -> tuple[Callable[[Any, Callable[[Tensor], None]], Any], Any]:
+    """Return a function that runs units as a chain does, and the inputs that it takes."""
+    part, strategy = parts[0], resolve_strategy(choice)
+    keepings = begin_pass([strategy] * len(parts), [part.couples] * len(parts), inputs)
+
+    if not part.couples:
+        keep, ahead, keeper = keepings[0]
+        how: dict[str, Any] = {"exact": part.arithmetic.exact, "ahead": ahead, "keeper": keeper}
+
+        def run(x: Any, mark: Callable[[Tensor], None]) -> Any:
+            if keep == "graph":
+                return part.module(x, **part.side)
+            return keep_input("unit", part.module, (x,), part.side, **how)
+
+        return run, inputs
+
+    row = Row(["unit"] * len(parts), keepings, part.arithmetic, Mailbox())
+
+    def run_row(streams: Any, mark: Callable[[Tensor], None]) -> Any:
+        for index, part in enumerate(parts):
+            if index == 2 and streams[0].requires_grad:  # below the top
+                streams[0].register_hook(mark)
+            a, b = streams
+            streams = row.couple(part.module, a, b, part.side)
+        return streams
+
+    return run_row, row.enter(prepare_streams(inputs), drift_tolerance=None)
+
+
+class _Seed(torch.autograd.Function):
+    """A number made of tensors; its backward makes gradients that nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(
+            torch.ones(shape, dtype=dtype, device=device) if need else None
+            for (shape, dtype, device), need in zip(ctx.like, ctx.needs_input_grad, strict=True)
+        )
+
+
+def _time(part: Part, choice: str, x: Any, needs: bool) -> float:
+    """Return the median seconds of forward and backward on a GPU, of a unit in a row of some."""
+    num = NUM_IN_ROW if part.couples else 1
+    spans = []
+    with torch.enable_grad():
+        for _ in range(1 + NUM_TIMED):
+            run, inputs = _start([part] * num, choice, x if part.is_first else _fresh(x, needs))
+            wanted: list[Any] = [
+                *(get_gradient_edge(t) for t in tensors_of(inputs) if t.requires_grad),
+                *part.weights,
+            ]
+            start, end = timer(), timer()
+            start.record()
+            total: Tensor = _Seed.apply(*tensors_of(run(inputs, lambda _: None)))  # type: ignore[no-untyped-call]
+            del inputs
+            if total.requires_grad:
+                torch.autograd.grad(total, wanted, allow_unused=True)
+            end.record()
+            spans.append((start, end))
+    end.synchronize()
+    milliseconds: float = median(start.elapsed_time(end) for start, end in spans[1:])
+    return milliseconds / 1000 / num
+
+
+def _count_flops(part: Part, x: Any) -> float:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        part.module(x, **part.side)
+    return float(counter.get_total_flops())
+
+
+def _fresh(x: Any, needs: bool) -> Any:
+    """Return a copy that is not a leaf, so that only its users keep it alive."""
+    copies: dict[Tensor, Tensor] = {}  # the streams may be one tensor
+
+    def copy(tensor: Tensor) -> Tensor:
+        if tensor not in copies:
+            needed = needs and (tensor.is_floating_point() or tensor.is_complex())
+            leaf = tensor.detach().requires_grad_(needed)
+            copies[tensor] = leaf.clone()
+        return copies[tensor]
+
+    return map_tensors(copy, x)
+
+
+def _enter(x: Any, arithmetic: Arithmetic) -> Any:
+    """Return streams as the first coupling of a row gets them."""
+    with torch.no_grad():
+        a, b = prepare_streams(x)
+        if not arithmetic.exact:
+            return a, b
+        return tuple(arithmetic.real(arithmetic.store(t).stored, t.dtype) for t in (a, b))
+
+
+def _kind(part: Part, x: Any, needs: bool) -> Any:
+    """Return a key that units share if they differ only in the values of their weights."""
+    inputs = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in tensors_of(x)]
+    is_shared = len({_address(tensor) for tensor in tensors_of(x)}) < len(inputs)
+    key = (*inputs, is_shared, needs, part.is_first)
+    if part.is_loss or not isinstance(part.module, nn.Module):
+        return key, id(part.module)
+    modules = tuple(
+        (name, type(module), compiled_call(module) is None, _settings(module))
+        for name, module in part.module.named_modules()
+    )
+    tensors = (*part.module.named_parameters(), *part.module.named_buffers())
+    weights = tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
+    return key, modules, weights
+
+
+def _settings(module: nn.Module) -> str:
+    """Return the plain attributes of a module, such as `training` and the rate of dropout."""
+    plain = (int, float, str, tuple, list)
+    return repr([item for item in vars(module).items() if isinstance(item[1], plain)])
+
+
+def _name(
+    x: Any, keys: dict[int, Key], sizes: dict[Key, int], prefix: tuple[Any, ...]
+) -> list[Key]:
+    """Return a key for every tensor, by its memory; new ones get their size."""
+    named = []
+    for number, tensor in enumerate(tensors_of(x)):
+        key = keys.setdefault(_address(tensor), (*prefix, number))
+        sizes.setdefault(key, tensor.untyped_storage().nbytes())
+        named.append(key)
+    return named
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _size(x: Any) -> int:
+    """Return the bytes of the memory of some tensors."""
+    storages = (tensor.untyped_storage() for tensor in tensors_of(x))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _fingerprint(streams: Any) -> int:
+    """Return the bytes of float64 sums over all but the last dimension of two streams, twice."""
+    return sum(16 * int(stream.shape[-1]) + 16 for stream in streams)

@@ -1,0 +1,307 @@
+"""Plans: what every unit of a chain keeps, so that a training step is fastest within a budget."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from redivider.budget.measure import counting, measure
+from redivider.budget.size import parse_bytes
+from redivider.budget.solve import Problem, find_least, solve, trace
+from redivider.chain import Chain, name_unit
+from redivider.checks.memory import format_bytes
+from redivider.checks.restore import restored
+from redivider.errors import require
+from redivider.tree import tensors_of
+
+MARGIN = 0.03  # of the memory of a GPU, for its allocator
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """Choice for one unit, and what it takes."""
+
+    name: str
+    choice: str
+    held: int
+    """Bytes that it adds to those held between forward and backward."""
+    cost: float
+    """Work or time that it adds to that of `store`."""
+    peak: int
+    """Largest number of bytes while it runs, with all that lower units hold."""
+
+
+class Plan(Sequence[str]):
+    """Strategy for every unit of a chain, made by `rd.plan`.
+
+    It is a sequence of names, which `Chain(..., backward=plan)` takes.
+
+    Args:
+        units: Choices, and what they take; the last one is the loss.
+        memory: Budget in bytes.
+        measured: Bytes of a real step.
+        cost_unit: Unit of the costs: "FLOPs" or "seconds".
+        note: Remark about how the plan was made.
+        model: Chain that `apply` changes.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[PlannedUnit],
+        memory: int,
+        measured: int,
+        cost_unit: str,
+        note: str = "",
+        model: Chain | None = None,
+    ) -> None:
+        self.units, self.memory, self.measured = tuple(units), memory, measured
+        self.cost_unit, self.note = cost_unit, note
+        self._model = model
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Strategies of the units, in order."""
+        return tuple(unit.choice for unit in self.units[:-1])
+
+    @property
+    def predicted(self) -> int:
+        """Largest number of bytes, by the measurements of the units."""
+        return max(unit.peak for unit in self.units)
+
+    @property
+    def cost(self) -> float:
+        """Work or time that is added to that of `store`."""
+        return sum(unit.cost for unit in self.units)
+
+    def __len__(self) -> int:
+        return len(self.units) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self.choices[index]
+
+    def __repr__(self) -> str:
+        return f"<Plan of {len(self)} units within {format_bytes(self.memory)}>"
+
+    def __str__(self) -> str:
+        """Format a table of the units, from the bottom."""
+        rows = [("unit", "choice", "held", f"added {self.cost_unit}", "peak")]
+        rows += [
+            (
+                unit.name,
+                unit.choice,
+                format_bytes(unit.held),
+                f"{unit.cost:.3g}",
+                format_bytes(unit.peak),
+            )
+            for unit in self.units
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if place < 2 else cell.rjust(width)
+                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        peaks = format_bytes(self.predicted), format_bytes(self.measured)
+        lines.append(
+            f"peak {peaks[1]} measured, {peaks[0]} predicted, {format_bytes(self.memory)} allowed; "
+            f"{self.cost:.3g} {self.cost_unit} added"
+        )
+        return "\n".join([*lines, self.note] if self.note else lines)
+
+    def apply(self, model: Chain | None = None) -> Chain:
+        """Let a chain train by this plan, in place; by default the one it was made for."""
+        chain = self._model if model is None else model
+        if chain is None:
+            raise ValueError("a plan that was loaded has no model: plan.apply(model)")
+        chain.backward = self.choices
+        return chain
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file."""
+        names = ("memory", "measured", "cost_unit", "note")
+        values = {name: getattr(self, name) for name in names}
+        values["units"] = [asdict(unit) for unit in self.units]
+        Path(path).write_text(json.dumps(values, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan from a file of `save`."""
+        try:
+            values = json.loads(Path(path).read_text())
+            units = [PlannedUnit(**unit) for unit in values.pop("units")]
+            return cls(units, **values)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is not a plan, as plan.save writes it: {error}") from None
+
+    def plot(self, path: str | Path) -> None:
+        """Draw what is held and the peak by unit; the ending of the path chooses the format."""
+        figure = require("matplotlib.figure", "a plot").Figure((9, 4), layout="constrained")
+        axis = figure.subplots()
+        held = 0.0
+        colours = {choice: f"C{i}" for i, choice in enumerate(dict.fromkeys(self.choices))}
+        for index, unit in enumerate(self.units):
+            held += unit.held
+            colour = colours.get(unit.choice, "C7")
+            axis.bar(index, held / 2**20, color=colour)
+            axis.bar(
+                index, (unit.peak - held) / 2**20, bottom=held / 2**20, color=colour, alpha=0.3
+            )
+        axis.axhline(self.memory / 2**20, color="black", lw=1)
+        for choice, colour in colours.items():
+            axis.bar(0, 0, color=colour, label=choice)
+        axis.set(xlabel="unit", ylabel="MiB", title="held (strong) and peak (pale) by unit")
+        axis.legend()
+        figure.savefig(path)
+
+
+def plan(
+    model: Chain,
+    x: Any,
+    /,
+    *,
+    memory: int | str | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    **side: Any,
+) -> Plan:
+    """Choose for every unit what it keeps, so that a step is fastest within a number of bytes.
+
+        plan = rd.plan(model, x, memory="6GiB", loss=lambda y: F.cross_entropy(y, targets))
+        print(plan)
+        plan.apply()
+
+    Every kind of unit is measured once, and the plan is checked on one real step. The model stays
+    as it is until `plan.apply()`. Call this under the autocast of the training.
+
+    Args:
+        model: A chain, in training mode, on the device where it trains, compiled or not.
+        x: Its input.
+        memory: Bytes, also as "6GiB" or "500 MB", that forward and backward may add to the weights,
+            their gradients and the state of the optimizer. By default what is free.
+        loss: A function from the output to a loss; the sum of the output by default. Its memory
+            counts as well. What the caller keeps of the output comes on top.
+        **side: Keywords of the model.
+
+    Raises:
+        ValueError: If no plan fits; it says how much is needed, and by which unit.
+    """
+    if not isinstance(model, Chain):
+        raise TypeError(f"plan takes a Chain, got {type(model).__name__}")
+    is_cuda = any(tensor.is_cuda for tensor in tensors_of(x))
+    budget = _free(model, is_cuda) if memory is None else parse_bytes(memory)
+    loss = _sum if loss is None else loss
+    problem = measure(model, x, side, loss)
+    limit, note = budget - int(MARGIN * budget) * is_cuda, ""
+    choices = _choose(problem, limit, model, budget)
+    measured = measure_step(model, _names(problem, choices), x, loss, **side)
+    if measured > budget:
+        over = format_bytes(measured - budget)
+        limit = budget - (measured - max(peak for _, peak in trace(problem, choices)))
+        note = f"made for {format_bytes(limit)}, as a first plan took {over} too much"
+        choices = _choose(problem, limit, model, budget)
+        measured = measure_step(model, _names(problem, choices), x, loss, **side)
+        if measured > budget:
+            raise ValueError(
+                f"a step takes {format_bytes(measured)}, more than {format_bytes(budget)}, though "
+                f"it was planned for {format_bytes(limit)}; allow more memory"
+            )
+    units = list(_planned(problem, choices, model))
+    return Plan(units, budget, measured, "seconds" if is_cuda else "FLOPs", note, model)
+
+
+def measure_step(
+    model: Chain, backward: str | Sequence[str], x: Any, loss: Callable[[Any], Any], **side: Any
+) -> int:
+    """Return the peak of a forward and backward, without the gradients of weights, in bytes.
+
+    Args:
+        model: The chain, which stays as it is.
+        backward: Strategy to run it by.
+        x: Its input.
+        loss: A function from its output to a loss.
+        **side: Its keywords.
+    """
+    is_cuda = any(tensor.is_cuda for tensor in tensors_of(x))
+    module = nn.ModuleList([model, *([loss] if isinstance(loss, nn.Module) else [])])
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    before = model.backward
+    torch.clear_autocast_cache()
+    try:
+        model.backward = backward
+        with restored(module), torch.enable_grad(), counting(is_cuda, weights) as meter:
+            losses = [loss for loss in tensors_of(loss(model(x, **side))) if loss.requires_grad]
+            if not losses:
+                raise ValueError("the loss has no gradient; is all of the model frozen?")
+            grads = torch.autograd.grad(losses, weights, allow_unused=True)
+            return meter.peak_without(grads)
+    finally:
+        model.backward = before
+
+
+def _choose(problem: Problem, limit: int, model: Chain, budget: int) -> list[int]:
+    choices = solve(problem, limit) if limit > 0 else None
+    if choices is not None:
+        return choices
+    least = find_least(problem)
+    choices = solve(problem, least)
+    assert choices is not None
+    peaks = [peak for _, peak in trace(problem, choices)]
+    name = _unit_names(model)[peaks.index(max(peaks))]
+    # With the margin of a GPU, or what a first plan took beyond its prediction.
+    needed = -(-least * budget // limit) if limit > 0 else least + budget - limit
+    raise ValueError(
+        f"no plan fits into {budget:,} bytes: the smallest budget is {needed:,} bytes, which "
+        f"{name} needs; use a smaller batch"
+    )
+
+
+def _planned(problem: Problem, choices: Sequence[int], model: Chain) -> Iterator[PlannedUnit]:
+    before = 0
+    options = [own[choice] for own, choice in zip(problem.units, choices, strict=True)]
+    for name, option, (held, peak) in zip(
+        _unit_names(model), options, trace(problem, choices), strict=True
+    ):
+        yield PlannedUnit(name, option.choice, held - before, option.cost, peak)
+        before = held
+
+
+def _names(problem: Problem, choices: Sequence[int]) -> list[str]:
+    """Return the strategies of the units, without the loss."""
+    pairs = zip(problem.units[:-1], choices[:-1], strict=True)
+    return [own[choice].choice for own, choice in pairs]
+
+
+def _unit_names(model: Chain) -> list[str]:
+    keys = enumerate(zip(model._modules, model, strict=True))
+    return [*(name_unit(index, unit, key) for index, (key, unit) in keys), "the loss"]
+
+
+def _sum(y: Any) -> list[Tensor]:
+    """Return the sums of the tensors of an output."""
+    return [tensor.sum() for tensor in tensors_of(y)]
+
+
+def _free(model: nn.Module, is_cuda: bool) -> int:
+    """Return the bytes that are free, without those that gradients will take."""
+    grads = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
+    if is_cuda:
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - grads
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        text = ""
+    match = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    if match is None:
+        raise ValueError('on this system, say how much memory there is: memory="8GiB"')
+    return int(match[1]) * 1024 - grads

@@ -1,0 +1,168 @@
+"""Plans keep their budgets: a real step takes no more bytes than allowed, and more save work."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import redivider as rd
+from redivider.budget.measure import measure
+from redivider.budget.plan import measure_step
+from redivider.budget.solve import find_least, solve, trace
+
+NUM_BUDGETS = 30
+
+
+def vit(**options):
+    sizes: Any = {"depth": 6, "width": 32, "heads": 2, "patch_size": 8, "image_size": 32}
+    model = rd.create_model("rev_vit_small", num_classes=10, **sizes, **options)
+    return model, torch.randn(2, 3, 32, 32)
+
+
+def gpt(**options):
+    sizes: Any = {"depth": 5, "width": 32, "heads": 2, "context": 16}
+    model = rd.create_model("rev_gpt_small", vocabulary=100, **sizes, **options)
+    return model, torch.randint(100, (2, 16))
+
+
+def swin(**options):
+    sizes: Any = {"depths": (3, 2), "width": 16, "heads": 2, "window": 4, "image_size": 32}
+    model = rd.create_model("rev_swin_tiny", num_classes=10, **sizes, **options)
+    return model, torch.randn(2, 3, 32, 32)
+
+
+def revnet(**options):
+    model = rd.create_model("revnet50", num_classes=10, image_size=32, **options)
+    return model, torch.randn(2, 3, 16, 16)
+
+
+def loss_of(y):
+    """Return a loss that keeps a graph of its own."""
+    return F.cross_entropy(y.flatten(0, -2), torch.zeros(y[..., 0].numel(), dtype=torch.long))
+
+
+def run(model, backward, x):
+    """Return the peak in bytes and the FLOPs of a step."""
+    peak = measure_step(model, backward, x, loss_of)
+    with FlopCounterMode(display=False) as counter:  # which keeps tensors alive
+        measure_step(model, backward, x, loss_of)
+    return peak, counter.get_total_flops()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("make", [vit, gpt, swin, revnet])
+def test_thirty_budgets(make):
+    """No step exceeds its budget, and a larger budget never means more FLOPs."""
+    torch.manual_seed(0)
+    model, x = make()
+    problem = measure(model, x, {}, loss_of)
+    least = find_least(problem)
+    most, work = run(model, "store", x)
+    assert least < most / 2
+    known = {}
+    flops = []
+    for step in range(NUM_BUDGETS):
+        budget = least + step * (most - least) // (NUM_BUDGETS - 1)
+        choices = solve(problem, budget)
+        assert choices is not None
+        pairs = zip(problem.units[:-1], choices[:-1], strict=True)
+        plan = tuple(own[choice].choice for own, choice in pairs)
+        if plan not in known:
+            known[plan] = run(model, plan, x)
+        assert known[plan][0] <= budget
+        flops.append(known[plan][1])
+    assert all(more <= less for less, more in pairwise(flops))
+    assert flops[0] > flops[-1] == work
+
+
+def small(arithmetic, dropout):
+    """Return a chain of all kinds of units, in which neighbours share tensors."""
+    torch.manual_seed(0)
+
+    def f(width):
+        return nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(2 * width, width),
+        )
+
+    def plain(width):
+        return nn.Sequential(nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+
+    units = [
+        nn.Sequential(nn.Linear(6, 64), nn.ReLU()),
+        rd.Duplicate(),
+        rd.Coupling(f(64)),
+        rd.Coupling(plain(64)),
+        rd.Coupling(f(64)),
+        rd.Coupling(f(64)),
+        rd.Fuse("concat"),
+        nn.Sequential(nn.Linear(128, 64), nn.ReLU()),
+        nn.Dropout(dropout),
+        rd.Split(),
+        rd.Coupling(f(32)),
+        rd.Coupling(plain(32)),
+        rd.Coupling(f(32)),
+        rd.Fuse("add"),
+        nn.Linear(32, 10),
+    ]  # fmt: skip
+    return rd.Chain(units, arithmetic=arithmetic), torch.randn(128, 6)
+
+
+PROBLEMS: dict = {}
+
+
+@pytest.mark.slow
+@settings(deadline=None)
+@given(st.sampled_from(["float", "fixed"]), st.sampled_from([0.0, 0.5]), st.data())
+def test_no_plan_takes_more_than_predicted(arithmetic, dropout, data):
+    """Whatever the choices, a real step stays within the prediction, and not far below it."""
+    if (arithmetic, dropout) not in PROBLEMS:
+        model, x = small(arithmetic, dropout)
+        PROBLEMS[arithmetic, dropout] = model, x, measure(model, x, {}, loss_of)
+    model, x, problem = PROBLEMS[arithmetic, dropout]
+    choices = [data.draw(st.integers(0, len(own) - 1)) for own in problem.units]
+    names = [own[choice].choice for own, choice in zip(problem.units, choices, strict=True)]
+    predicted = max(peak for _, peak in trace(problem, choices))
+    measured = measure_step(model, names[:-1], x, loss_of)
+    assert measured <= predicted
+    assert predicted <= 1.35 * measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arithmetic", ["float", "fixed"])
+def test_a_plan_that_was_applied_trains_as_store_does(arithmetic):
+    model, x = small(arithmetic, 0.5)
+    model.double()
+    x = x.double()
+    state, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    model.backward = "store"
+    least = find_least(measure(model, x, {}, loss_of))
+    plan = rd.plan(model, x, memory=least * 5 // 4, loss=loss_of)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert len(set(plan)) >= 2
+    names = [name for name, _ in model.named_parameters()]
+    grads = {}
+    for backward in ("store", plan.choices):
+        model.backward = backward
+        torch.manual_seed(1)
+        loss_of(model(x)).backward()
+        grads[backward] = [param.grad for param in model.parameters()]
+        model.zero_grad()
+    assert plan.apply() is model
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    for grad, true in zip(grads[plan.choices], grads["store"], strict=True):
+        if arithmetic == "fixed":
+            assert torch.equal(grad, true)
+        else:
+            assert (grad - true).norm() <= 1e-12 * true.norm().clamp(min=1)

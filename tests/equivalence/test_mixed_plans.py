@@ -1,0 +1,140 @@
+"""Gradients of chains whose units keep different things equal those of plain backprop."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.networks import MLP, Buffered, ConvNorm, Twice
+from support.oracle import gradients, run_plainly, weigh, worst_error
+from torch import nn
+
+import redivider as rd
+
+CHOICES = ("store", "checkpoint", "reverse", "reverse-checkpoint", "offload", "overlap")
+
+
+def make_units() -> list[nn.Module]:
+    """Return two rows of couplings of several kinds, and junctions around them."""
+    torch.manual_seed(0)
+    return [
+        nn.Linear(6, 16),
+        rd.Split(),
+        rd.Coupling(MLP(8, dropout=0.5)),
+        rd.Coupling(Twice(8)),
+        rd.Coupling(MLP(8)),
+        rd.Coupling(Buffered(8)),
+        rd.Fuse("concat"),
+        nn.BatchNorm1d(16),
+        nn.Dropout(0.3),
+        rd.Duplicate(),
+        rd.Coupling(MLP(16)),
+        rd.Coupling(MLP(16, dropout=0.5)),
+        rd.Fuse("add"),
+        nn.Linear(16, 4),
+    ]
+
+
+def run(chain, forward, x):
+    """Return output, gradients and the random state after a backward, from one random state."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    output = forward(x)
+    weigh(output).backward()
+    return output.detach(), gradients(chain, x), torch.get_rng_state()
+
+
+plans = st.lists(st.sampled_from(CHOICES), min_size=14, max_size=14)
+
+
+@pytest.mark.slow
+@given(plans, st.booleans())
+def test_any_mix_gives_the_gradients_of_plain_backprop(plan, training):
+    chain = rd.Chain(make_units(), backward=plan, check_every=1).double().train(training)
+    assert chain.backward == tuple(plan)
+    plain = copy.deepcopy(chain)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    output, grads, state = run(chain, chain, x)
+    true_output, true_grads, true_state = run(plain, lambda x: run_plainly(plain, x), x)
+    assert torch.allclose(output, true_output, rtol=0, atol=1e-12)
+    assert worst_error(grads, true_grads) <= 1e-12
+    assert torch.equal(state, true_state)
+    for buffer, true in zip(chain.buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(buffer, true, rtol=1e-12)
+
+
+@pytest.mark.slow
+@given(plans)
+def test_any_mix_is_equal_to_store_to_the_last_bit_on_a_grid(plan):
+    """The streams are far beyond the 24 bits that float32 has, so rounding them would show."""
+    chain = rd.Chain(make_units(), backward=plan, arithmetic=rd.Fixed(bits=24), check_every=1)
+    store = copy.deepcopy(chain)
+    store.backward = "store"
+    x = 30 * torch.randn(5, 6)
+    output, grads, _ = run(chain, chain, x)
+    true_output, true_grads, _ = run(store, store, x)
+    assert torch.equal(output, true_output)
+    for name, true in true_grads.items():
+        assert torch.equal(grads[name], true), name
+
+
+def test_convolutions_and_frozen_units():
+    couplings = [rd.Coupling(ConvNorm(4)) for _ in range(5)]
+    units = [rd.Split(dim=1), *couplings, rd.Fuse("concat", dim=1)]
+    plan = ("store", "reverse", "checkpoint", "reverse", "reverse", "store", "store")
+    chain = rd.Chain(units, backward=plan).double()
+    chain[1].requires_grad_(False)
+    chain[4].requires_grad_(False)
+    plain = copy.deepcopy(chain)
+    x = torch.randn(2, 8, 5, 5, dtype=torch.float64)
+    _, grads, _ = run(chain, chain, x)
+    _, true, _ = run(plain, lambda x: run_plainly(plain, x), x)
+    assert worst_error(grads, true) <= 1e-12
+
+
+def test_a_run_of_reversed_couplings_warns_of_drift_from_its_own_input():
+    """Every run of reversed couplings compares the input that it rebuilt with the original."""
+    couplings = [rd.Coupling(MLP(8)) for _ in range(4)]
+    plan = ("store", "reverse", "store", "reverse")
+    chain = rd.Chain(couplings, backward=plan, drift_tolerance=0.0).double()
+    a, b = torch.randn(2, 50, 8, dtype=torch.float64, requires_grad=True)
+    with pytest.warns(rd.DriftWarning) as warned:
+        weigh(chain((a, 1e-3 * b))).backward()
+    assert [str(warning.message)[:6] for warning in warned] == ["unit 3", "unit 1"]
+
+
+def test_a_run_keeps_only_the_pair_at_its_top():
+    """Between forward and backward a plan holds its graphs, its inputs and one pair for a run."""
+    units = [rd.Coupling(nn.Linear(64, 64)) for _ in range(12)]
+    streams = tuple(torch.randn(2, 128, 64))
+    stream = 128 * 64 * 4
+
+    def held(plan):
+        return rd.measure_memory(rd.Chain(units, backward=plan), streams).held
+
+    assert held(["reverse"] * 12) == 2 * stream  # the output
+    # The graph of the linear layer is its input. The pair below the stored unit is that input and
+    # one stream more; above it are the output and the stream that it shares with nobody.
+    assert held(["reverse"] * 6 + ["store"] + ["reverse"] * 5) == 4 * stream
+    assert held(["reverse"] * 6 + ["checkpoint"] * 2 + ["reverse"] * 4) == 5 * stream
+
+
+def test_slices_take_their_part_of_the_plan():
+    plan = ("store", "reverse", "checkpoint")
+    chain = rd.Chain([rd.Coupling(nn.Linear(4, 4)) for _ in range(3)], backward=plan)
+    assert chain[1:].backward == ("reverse", "checkpoint")
+    assert copy.deepcopy(chain).backward == plan
+
+
+@pytest.mark.parametrize(
+    "plan, message",
+    [
+        (["store"], "names 1 strategies, and the chain has 2 units"),
+        (["store", "auto"], '"auto" is for a whole chain'),
+        (["store", "reverze"], "reverse"),
+    ],
+)
+def test_wrong_plans(plan, message):
+    with pytest.raises(ValueError, match=message):
+        rd.Chain([nn.Linear(4, 4), nn.Linear(4, 4)], backward=plan)

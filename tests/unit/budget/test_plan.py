@@ -1,0 +1,220 @@
+"""Plans: what they print, save and refuse, and what they leave as it was."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import redivider as rd
+from redivider.budget import measure as measuring
+from redivider.budget.measure import measure
+from redivider.budget.plan import measure_step
+from redivider.budget.size import parse_bytes
+from redivider.budget.solve import find_least
+
+
+def loss_of(y):
+    return y.square().sum()
+
+
+def make(depth=4, **options):
+    torch.manual_seed(0)
+    units = [nn.Linear(6, 32), rd.Duplicate()]
+    units += [rd.Coupling(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()))
+              for _ in range(depth)]  # fmt: skip
+    return rd.Chain([*units, rd.Fuse("concat"), nn.Linear(64, 5)], **options), torch.randn(64, 6)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """A chain, its input, and a plan in the middle between the least memory and all of it."""
+    model, x = make()
+    least = find_least(measure(model, x, {}, loss_of))
+    most = measure_step(model, "store", x, loss_of)
+    return model, x, rd.plan(model, x, memory=(least + most) // 2, loss=loss_of)
+
+
+def test_a_plan_is_a_backward(planned):
+    model, x, plan = planned
+    assert model.backward == "reverse"
+    assert len(plan) == len(model) and list(plan) == [*plan.choices]
+    assert {"store", "reverse"} <= {*plan}
+    chain = rd.Chain(list(model), backward=plan)
+    assert chain.backward == plan.choices
+    model.backward = "store"
+    expected = torch.autograd.grad(loss_of(model(x)), [*model.parameters()])
+    grads = torch.autograd.grad(loss_of(chain(x)), [*chain.parameters()])
+    model.backward = "reverse"
+    for grad, true in zip(grads, expected, strict=True):
+        assert torch.allclose(grad, true, atol=1e-5)
+
+
+def test_it_is_within_its_budget(planned):
+    model, x, plan = planned
+    assert measure_step(model, plan.choices, x, loss_of) == plan.measured <= plan.memory
+    assert plan.measured <= plan.predicted <= plan.memory
+    assert plan.predicted == max(unit.peak for unit in plan.units)
+    assert plan.cost == sum(unit.cost for unit in plan.units) > 0
+
+
+def test_it_prints_every_unit(planned):
+    _, _, plan = planned
+    first, *lines, last = str(plan).splitlines()
+    assert first.split() == ["unit", "choice", "held", "added", "FLOPs", "peak"]
+    assert len(lines) == len(plan) + 1
+    assert "reverse" in lines[2] and lines[2].startswith("unit 2, Coupling(Sequential)")
+    assert "measured" in last and "predicted" in last and "allowed" in last
+    assert repr(plan).startswith("<Plan of 8 units")
+
+
+def test_it_is_saved_and_loaded(planned, tmp_path):
+    model, _, plan = planned
+    plan.save(tmp_path / "plan.json")
+    loaded = rd.Plan.load(tmp_path / "plan.json")
+    assert str(loaded) == str(plan) and loaded.units == plan.units
+    with pytest.raises(ValueError, match=r"plan\.apply\(model\)"):
+        loaded.apply()
+    chain = rd.Chain(list(model))
+    assert loaded.apply(chain) is chain and chain.backward == plan.choices
+    (tmp_path / "other.json").write_text(json.dumps({"units": [{"name": "x"}]}))
+    with pytest.raises(ValueError, match="is not a plan"):
+        rd.Plan.load(tmp_path / "other.json")
+    with pytest.raises(ValueError, match="the chain has 9 units"):
+        loaded.apply(make(5)[0])
+
+
+@pytest.mark.slow
+def test_it_plots(planned, tmp_path):
+    pytest.importorskip("matplotlib")
+    planned[2].plot(tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").stat().st_size > 1000
+
+
+def test_a_budget_too_small_says_what_is_needed():
+    model, x = make()
+    least = find_least(measure(model, x, {}, loss_of))
+    with pytest.raises(ValueError, match=rf"smallest budget is {least:,} bytes, which unit \d"):
+        rd.plan(model, x, memory=least - 1, loss=loss_of)
+    assert rd.plan(model, x, memory=least, loss=loss_of).measured <= least
+
+
+def test_all_of_the_memory_means_store():
+    model, x = make()
+    assert set(rd.plan(model, x)) <= {"store", "checkpoint"}  # what is free is enough
+    assert rd.plan(model, x).cost == 0
+
+
+def test_a_plan_that_takes_too_much_is_made_again_for_less(monkeypatch):
+    model, x = make()
+    problem = measure(model, x, {}, loss_of)
+    least, most = find_least(problem), measure_step(model, "store", x, loss_of)
+    budget = (least + most) // 2
+    monkeypatch.setattr("redivider.budget.plan.measure_step", grown := Grown((most - least) // 4))
+    plan = rd.plan(model, x, memory=budget, loss=loss_of)
+    assert grown.num_calls == 2 and "too much" in plan.note and plan.note in str(plan)
+    assert plan.measured <= budget
+    monkeypatch.setattr("redivider.budget.plan.measure_step", Grown(10 * most))
+    with pytest.raises(ValueError, match="no plan fits"):
+        rd.plan(model, x, memory=budget)
+
+
+class Grown:
+    """A step that takes more bytes than measured."""
+
+    def __init__(self, more: int) -> None:
+        self.more, self.num_calls = more, 0
+
+    def __call__(self, model, backward, x, loss, **side):
+        self.num_calls += 1
+        return measure_step(model, backward, x, loss, **side) + self.more
+
+
+def test_equal_units_are_measured_once(monkeypatch):
+    measured = []
+    original = measuring._measure
+
+    def count(part, x, needs):
+        measured.append(part.module)
+        return original(part, x, needs)
+
+    monkeypatch.setattr(measuring, "_measure", count)
+    model, x = make(6)
+    measure(model, x, {}, loss_of)
+    # The first coupling gets one tensor twice.
+    assert measured == [*list(model)[:4], *list(model)[-2:], loss_of]
+    measured.clear()
+    model[5].f[1] = nn.Linear(32, 32, bias=False)
+    model[6].f.eval()
+    measure(model, x, {}, loss_of)
+    assert len(measured) == 9
+
+
+def test_the_model_stays_as_it_was():
+    units = [nn.Linear(6, 8), nn.BatchNorm1d(8), rd.Duplicate()]
+    couplings = [
+        rd.Coupling(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)))
+        for _ in range(3)
+    ]
+    model = rd.Chain([*units, *couplings, rd.Fuse("add")], backward="checkpoint")
+    x = torch.randn(5, 6)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    plan = rd.plan(model, x, memory="1MiB")
+    assert model.backward == "checkpoint" and model.check_every == 100
+    assert all(param.grad is None for param in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    plan.apply()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_modules_in_evaluation_mode_frozen_units_and_keywords():
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+
+        def forward(self, x, shift):
+            return self.body(x) * shift
+
+    couplings = [rd.Coupling(Shift(), takes=("shift",)) for _ in range(4)]
+    model = rd.Chain([nn.Linear(6, 8), rd.Duplicate(), *couplings, rd.Fuse("add")]).eval()
+    model[0].requires_grad_(False)
+    model[2].requires_grad_(False)
+    shift, x = torch.randn(50, 8), torch.randn(50, 6)
+    most = measure_step(model, "store", x, loss_of, shift=shift)
+    plan = rd.plan(model, x, memory=most * 3 // 4, loss=loss_of, shift=shift)
+    assert plan.measured <= most * 3 // 4 and not model.training
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [
+        (123, 123),
+        ("123", 123),
+        ("6GiB", 6 * 2**30),
+        ("6 gib", 6 * 2**30),
+        ("6G", 6 * 2**30),
+        ("1.5 MiB", 3 * 2**19),
+        ("500 MB", 500_000_000),
+        ("2kb", 2000),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", [0, -1, "", "GiB", "6 Gibs", "1.2.3", ".", 1.5, True, None, "-3"])
+def test_wrong_sizes(text):
+    with pytest.raises(ValueError, match="memory"):
+        parse_bytes(text)
+
+
+def test_only_chains_that_train_have_plans():
+    wrong: Any = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="takes a Chain, got Linear"):
+        rd.plan(wrong, torch.randn(3, 2), memory="1GiB")
+    model, x = make()
+    with pytest.raises(ValueError, match="no gradient"):
+        rd.plan(model.requires_grad_(False), x, memory="1GiB")

@@ -1,0 +1,127 @@
+"""The solver equals exhaustive search, on tables that Hypothesis draws."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redivider.budget.solve import Option, Peak, Problem, find_least, solve, trace
+
+MOST_PLANS = 5000
+
+
+def peak_of(problem: Problem, options: tuple[Option, ...]) -> int:
+    """Return the largest sum of held and extra bytes, tensor by tensor."""
+    worst = 0
+    for i, option in enumerate(options):
+        private, shared = 0, set()
+        for j in range(i + 1):
+            private += options[j].held
+            shared |= {*options[j].keeps}
+            reversed_above = j + 1 < len(options) and options[j + 1].pair
+            if options[j].pair and not reversed_above:
+                shared |= {*options[j].pair}
+        is_top = option.pair and not (i + 1 < len(options) and options[i + 1].pair)
+        for alive, extra in option.top if is_top else option.peaks:
+            there = shared | {*alive}
+            worst = max(worst, private + extra + sum(problem.sizes[key] for key in there))
+        worst = max(worst, private + sum(problem.sizes[key] for key in shared))
+    return worst
+
+
+def cost_of(options) -> float:
+    return sum(option.cost for option in options)
+
+
+few = st.integers(0, 9)
+
+
+@st.composite
+def problems(draw, max_units: int = 12):
+    """Draw rows of couplings and junctions, in which neighbours share the tensors between them."""
+    sizes: dict[Any, int] = {}
+    units: list[tuple[Option, ...]] = []
+    num_plans = 1
+    for i in range(draw(st.integers(1, max_units))):
+        # Tensor (i, 0) enters unit i together with (i, 1); streams of couplings pass through.
+        sizes |= {(i, 0): draw(few), (i + 1, 0): draw(few), (i, 1): draw(few)}
+        near = [key for key in sizes if key[0] >= i - 1]
+        keys = st.lists(st.sampled_from(near), max_size=2, unique=True).map(tuple)
+        peaks = st.lists(st.builds(Peak, keys, few), min_size=1, max_size=2).map(tuple)
+        options = [Option("store", 0, draw(few), draw(keys), draw(peaks))]
+        if num_plans * 2 <= MOST_PLANS and draw(st.booleans()):
+            cost, held = draw(st.integers(1, 5)), draw(few)
+            options.append(Option("checkpoint", cost, held, draw(keys), draw(peaks)))
+        if num_plans * (len(options) + 1) <= MOST_PLANS and draw(st.booleans()):
+            pair = tuple(draw(st.permutations(near))[:2])
+            cost = draw(st.integers(1, 5))
+            options.append(Option("reverse", cost, 0, (), draw(peaks), pair, draw(peaks)))
+        num_plans *= len(options)
+        units.append(tuple(options))
+    return Problem(tuple(units), sizes)
+
+
+def check(problem: Problem, memory: int) -> None:
+    plans = list(product(*problem.units))
+    fitting = [cost_of(plan) for plan in plans if peak_of(problem, plan) <= memory]
+    choices = solve(problem, memory)
+    if not fitting:
+        assert choices is None
+        return
+    assert choices is not None
+    plan = tuple(own[choice] for own, choice in zip(problem.units, choices, strict=True))
+    assert peak_of(problem, plan) <= memory
+    assert cost_of(plan) == min(fitting)
+
+
+@given(problems(6), st.integers(0, 80))
+def test_it_equals_exhaustive_search(problem, memory):
+    check(problem, memory)
+
+
+@pytest.mark.slow
+@given(problems(), st.integers(10, 120))
+def test_it_equals_exhaustive_search_of_twelve_units(problem, memory):
+    check(problem, memory)
+
+
+@given(problems(6))
+def test_the_least_memory_is_that_of_the_best_plan(problem):
+    least = find_least(problem)
+    assert least == min(peak_of(problem, plan) for plan in product(*problem.units))
+    assert solve(problem, least) is not None
+    assert solve(problem, least - 1) is None
+
+
+@given(problems(6), st.data())
+def test_a_trace_ends_in_the_peak(problem, data):
+    choices = [data.draw(st.integers(0, len(own) - 1)) for own in problem.units]
+    rows = trace(problem, choices)
+    plan = tuple(own[choice] for own, choice in zip(problem.units, choices, strict=True))
+    assert max(peak for _, peak in rows) == peak_of(problem, plan)
+
+
+def test_it_stores_near_the_loss_and_reverses_below():
+    """Of equal couplings, with room for three graphs, the top three are stored."""
+    stream, graph = 1, 10
+    sizes: dict[Any, int] = {i: stream for i in range(-2, 8)}
+    units = [
+        (
+            Option("store", 0, graph, (i - 1,), (Peak((), 2 * stream),)),
+            Option("checkpoint", 1, 0, (i - 1,), (Peak((), graph + 2 * stream),)),
+            Option(
+                "reverse",
+                1,
+                0,
+                (),
+                (Peak((), graph + 4 * stream),),
+                (i, i - 1),
+                (Peak((), graph + 3 * stream),),
+            ),
+        )
+        for i in range(8)
+    ]
+    choices = solve(Problem(units, sizes), 3 * (graph + stream) + 3 * stream)
+    assert choices == [2] * 5 + [0] * 3
