@@ -35,6 +35,7 @@ if _TYPE_CHECKING:
     from redivider.pipeline.distributed import DistributedPipeline as DistributedPipeline
     from redivider.pipeline.partition import balance as balance
     from redivider.pipeline.pipeline import Pipeline as Pipeline
+    from redivider.pipeline.simulate import simulate as simulate
     from redivider.skip import SkipWarning as SkipWarning
     from redivider.train.model import load_run as load_run
 
@@ -71,6 +72,7 @@ _HOMES = {
     "make_plain": "convert.reversible",
     "make_reversible": "convert.reversible",
     "measure_memory": "checks.memory",
+    "simulate": "pipeline.simulate",
     "units_from": "convert.units",
 }
 

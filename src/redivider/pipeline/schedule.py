@@ -28,7 +28,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from math import inf
+from numbers import Real
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 Kind: TypeAlias = Literal["F", "B"]
 Direction: TypeAlias = Literal["up", "down"]
@@ -193,6 +195,20 @@ class Schedule:
                 yield stage, Leg("up", stage + 1, microbatch)
             elif kind == "B" and stage > 0:
                 yield stage, Leg("down", stage - 1, microbatch)
+
+
+def verify_latency(latency: Any) -> None:
+    """Refuse a latency that is no multiple of half a tick, and no sequence of these."""
+    latencies = latency if isinstance(latency, list | tuple) else [latency]
+    if not all(isinstance(number, Real) and _is_half_ticks(float(number)) for number in latencies):
+        raise ValueError(
+            "latency must be a multiple of 0.5, at least 0.5, or a list of such numbers, one for "
+            f"every pair of neighbouring stages, got {latency!r}"
+        )
+
+
+def _is_half_ticks(latency: float) -> bool:
+    return 0 < latency < inf and (2 * latency).is_integer()
 
 
 def resolve_latency(latency: float | Sequence[float], num_stages: int) -> Latency:
