@@ -36,6 +36,7 @@ if _TYPE_CHECKING:
     from redivider.pipeline.partition import balance as balance
     from redivider.pipeline.pipeline import Pipeline as Pipeline
     from redivider.pipeline.simulate import simulate as simulate
+    from redivider.pipeline.stage_costs import measure_stages as measure_stages
     from redivider.skip import SkipWarning as SkipWarning
     from redivider.train.model import load_run as load_run
 
@@ -72,6 +73,7 @@ _HOMES = {
     "make_plain": "convert.reversible",
     "make_reversible": "convert.reversible",
     "measure_memory": "checks.memory",
+    "measure_stages": "pipeline.stage_costs",
     "simulate": "pipeline.simulate",
     "units_from": "convert.units",
 }

@@ -133,6 +133,14 @@ class Schedule:
         """Return the micro-batches between forward and backward in a stage, after a tick."""
         return self.lag("B", stage) - self.lag("F", stage)
 
+    def num_waiting(self, direction: Direction, stage: int) -> int:
+        """Return the messages on their way to a stage, after a tick."""
+        kind: Kind = "F" if direction == "up" else "B"
+        sender = stage - 1 if direction == "up" else stage + 1
+        if not 0 <= sender < self.num_stages:
+            return 0
+        return self.lag(kind, stage) - self.lag(kind, sender)
+
     @property
     def num_in_flight(self) -> int:
         """Ticks until the first micro-batch has left, and micro-batches in a full pipeline."""

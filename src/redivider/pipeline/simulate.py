@@ -27,6 +27,7 @@ from redivider.errors import not_one_of
 from redivider.pipeline.diagnostics.timeline import Spans, Timeline, draw_spans
 from redivider.pipeline.schedule import Schedule, resolve_latency, verify_latency
 from redivider.pipeline.simulation.clock import Clock, Costs
+from redivider.pipeline.simulation.requests import Requests
 from redivider.pipeline.simulation.waves import (
     CHUNKS,
     Wave,
@@ -72,7 +73,7 @@ class Simulation:
             in_flight = setting.schedule.num_in_flight
             num_microbatches = setting.num if setting.is_synchronous else 2 * in_flight + 2
         spans: Spans = {}
-        clock = Clock(setting.costs, setting.factors(), spans)
+        clock = setting.clock(setting.factors(), spans)
         clock.run(replace(setting, num=num_microbatches).waves())
         clock.finish()
         return Timeline(draw_spans(spans), spans, "time")
@@ -89,6 +90,7 @@ def simulate(
     jitter: float = 0.0,
     replicas: int = 1,
     recompute: bool = False,
+    rendezvous: bool = False,
 ) -> Simulation:
     """Predict throughput, idle time, delay and memory of a pipeline with a stage per device.
 
@@ -110,17 +112,20 @@ def simulate(
         jitter: Standard deviation of the time of an action, as a part of it.
         replicas: Number of pipelines that wait for each other at every update.
         recompute: Whether a synchronous method computes the forward again before every backward.
+        rendezvous: Whether a message leaves only after the receiver's request for it has arrived,
+            as over gloo: it then comes two hops after the request at the earliest.
     """
     setting = _resolve(
         method, stages, accumulate, forward, backward, latency, hop, jitter, replicas, recompute
     )
+    setting = replace(setting, rendezvous=rendezvous)
     schedule = setting.schedule
     if setting.is_synchronous:
         period, idle = setting.run_updates()
         delay, held = [0] * stages, setting.held()
         throughput = accumulate * replicas / period
     else:
-        period, idle = setting.replay() if jitter else setting.steady()
+        period, idle = setting.replay() if jitter or rendezvous else setting.steady()
         delay = [schedule.delay(stage) for stage in range(stages)]
         held = [float(schedule.num_kept(stage)) for stage in range(stages)]
         throughput = replicas / period
@@ -138,6 +143,7 @@ class _Setting:
     costs: Costs
     jitter: float
     replicas: int
+    rendezvous: bool = False
 
     @property
     def is_synchronous(self) -> bool:
@@ -150,6 +156,13 @@ class _Setting:
         if self.method == "interleaved":
             return interleaved_waves(self.schedule.num_stages, self.num)
         return schedule_waves(self.schedule, self.num)
+
+    def clock(self, factors: Iterator[float] | None, spans: Spans | None = None) -> Clock:
+        """Return a clock of devices that have not begun."""
+        requests = None
+        if self.rendezvous:
+            requests = Requests(self.costs.hop, None if self.is_synchronous else self.schedule)
+        return Clock(self.costs, factors, spans, requests)
 
     def factors(self, seed: int = 0) -> Iterator[float] | None:
         """Return factors for the times of actions; their mean is 1."""
@@ -182,11 +195,11 @@ class _Setting:
         return tick, max(0.0, 1.0 - fmean(whole) / tick)
 
     def replay(self) -> tuple[float, float]:
-        """Return the mean time of a tick with jitter, and the share of it that is idle."""
+        """Return the mean time of a tick, and the share of it that is idle."""
         schedule, num_stages = self.schedule, self.schedule.num_stages
         num_full = schedule.num_in_flight + MIN_TICKS
         num_ticks = max(MIN_TICKS, NUM_REPLAYED // (2 * num_stages * self.replicas))
-        clocks = [Clock(self.costs, self.factors(seed)) for seed in range(self.replicas)]
+        clocks = [self.clock(self.factors(seed)) for seed in range(self.replicas)]
         counts = [0] * num_stages
         seen = []
         for ticks in (range(num_full), range(num_full, num_full + num_ticks)):
@@ -227,7 +240,7 @@ class _Setting:
         sources = [self.factors(seed) for seed in range(replicas)]
         elapsed = busy = 0.0
         for _ in range(rounds):
-            clocks = [Clock(self.costs, factors) for factors in sources]
+            clocks = [self.clock(factors) for factors in sources]
             for clock in clocks:
                 clock.run(self.waves())
                 clock.finish()

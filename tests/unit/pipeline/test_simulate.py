@@ -145,6 +145,60 @@ def test_a_simulated_run_is_that_of_the_schedule(data):
     assert in_order(simulated) == {k: span for k, span in expected.items() if k not in empty}
 
 
+def execute_with_requests(schedule: Schedule, num: int, setting: dict[str, Any]) -> Spans:
+    """Run actions tick by tick; a message arrives two hops after its request at the earliest.
+
+    A process requests it when it begins the tick `max_ticks` - 1 before the one of its sending.
+    """
+    spans: Spans = {}
+    ends: list[list[tuple[int, float]]] = [[] for _ in range(schedule.num_stages)]
+    for tick in range(schedule.num_ticks(num)):
+        for kind, stage, n in schedule.actions(tick, num):
+            source = stage - 1 if kind == "F" else stage + 1
+            start = max((end for _, end in ends[stage]), default=0.0)
+            hop = 0.0
+            if (kind, source, n) in spans:
+                hop = setting["hop"][min(stage, source)]
+                start = max(start, spans[kind, source, n][1] + hop)
+            if hop:
+                begin = n + schedule.lag(kind, source) - schedule.max_ticks + 1
+                request = max((end for when, end in ends[stage] if when < begin), default=0.0)
+                start = max(start, request + 2 * hop)
+            end = start + setting[kind][stage]
+            spans[kind, stage, n] = start, end
+            if kind == "B" and setting["W"][stage]:
+                spans["W", stage, n] = end, end + setting["W"][stage]
+                end += setting["W"][stage]
+            ends[stage].append((tick, end))
+    return spans
+
+
+@given(st.data())
+def test_messages_wait_for_requests(data):
+    stages, num = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
+    given_times = data.draw(costs(stages))
+    latency = data.draw(latencies)
+    schedule = Schedule(stages, latency)
+    forward, backward = given_times["forward"], given_times["backward"]
+    weights = [
+        max(b - f, 0) / 2 if schedule.is_tight(j) else 0.0
+        for j, (f, b) in enumerate(zip(forward, backward, strict=True))
+    ]
+    first = [b - w for b, w in zip(backward, weights, strict=True)]
+    setting = {"F": forward, "B": first, "W": weights, "hop": given_times["hop"]}
+    expected = execute_with_requests(schedule, num, setting)
+    result = rd.simulate(stages=stages, latency=latency, rendezvous=True, **given_times)
+    assert in_order(result.timeline(num)) == expected
+
+
+def test_a_synchronous_method_requests_when_it_needs():
+    """Every action above and below waits two hops: one for the request, one for the message."""
+    result = rd.simulate("gpipe", 2, 3, forward=1, backward=1, hop=5, rendezvous=True)
+    spans = in_order(result.timeline())
+    assert [spans["F", 1, n][0] for n in range(3)] == [10, 21, 32]
+    assert [spans["B", 0, n][0] for n in range(3)] == [39, 50, 61]
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_the_period_is_that_of_a_long_run(data):
@@ -351,6 +405,7 @@ settings_of_all_methods = st.fixed_dictionaries(
         "stages": st.integers(1, 6),
         "accumulate": st.integers(1, 12),
         "jitter": st.sampled_from([0.0, 0.0, 0.0, 0.1, 1.0]),
+        "rendezvous": st.sampled_from([False, False, True]),
         "replicas": st.integers(1, 2),
     }
 )

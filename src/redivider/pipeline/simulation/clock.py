@@ -12,6 +12,7 @@ from typing import Any
 
 from redivider.pipeline.diagnostics.timeline import Spans
 from redivider.pipeline.schedule import Action
+from redivider.pipeline.simulation.requests import Requests
 from redivider.pipeline.simulation.waves import Wave
 
 
@@ -51,13 +52,18 @@ class Clock:
         costs: Times of the stages.
         factors: Factors of the times, one per action.
         spans: Where to record start and end of every action; None to record nothing.
+        requests: Requests of receivers; None if messages leave without.
     """
 
     def __init__(
-        self, costs: Costs, factors: Iterator[float] | None = None, spans: Spans | None = None
+        self,
+        costs: Costs,
+        factors: Iterator[float] | None = None,
+        spans: Spans | None = None,
+        requests: Requests | None = None,
     ) -> None:
         num, hop = len(costs.forward), costs.hop
-        self._costs, self._spans = costs, spans
+        self._costs, self._spans, self._requests = costs, spans, requests
         self._factors = repeat(1.0) if factors is None else factors
         self.begin = [-1.0] * costs.num_devices
         """When a device has started its first action."""
@@ -93,10 +99,13 @@ class Clock:
 
     def _run_forwards(self, stages: Sequence[int]) -> None:
         table, factors, spans = self._forwards, self._factors, self._spans
+        requests = self._requests
         begin, free, busy = self.begin, self.free, self.busy
         for stage in stages:
             device, time, inbox, outbox, hop = table[stage]
             arrival, start = inbox.popleft(), free[device]
+            if requests is not None:
+                arrival = max(arrival, requests.earliest("F", stage, start))
             if arrival > start:
                 start = arrival
             if begin[device] < 0.0:
@@ -107,13 +116,18 @@ class Clock:
             outbox.append(end + hop)
             if spans is not None:
                 self._record("F", stage, start, end)
+            if requests is not None:
+                requests.note("F", stage, end)
 
     def _run_backwards(self, stages: Sequence[int]) -> None:
         table, factors, spans = self._backwards, self._factors, self._spans
+        requests = self._requests
         free, busy, rest = self.free, self.busy, self._costs.rest
         for stage in stages:
             device, time, inbox, outbox, hop = table[stage]
             arrival, start = inbox.popleft(), free[device]
+            if requests is not None:
+                arrival = max(arrival, requests.earliest("B", stage, start))
             if arrival > start:
                 start = arrival
             factor = next(factors)
@@ -127,6 +141,8 @@ class Clock:
                 self._num_owed[stage] += 1
                 if self._num_owed[stage] > self._costs.num_late[stage]:
                     self._run_rest(stage, factor)
+            if requests is not None:
+                requests.note("B", stage, free[device])
 
     def _run_rest(self, stage: int, factor: float) -> None:
         device, time = self._costs.device[stage], self._costs.rest[stage] * factor
