@@ -2,7 +2,8 @@
 
 Stages sleep for known times, or compute. Packets travel for 0, 20 or 100 ms through the relay of
 benchmarks/pipeline-scaling. The simulator gets the mean times of the actions of every process, as
-measured in the run itself without waiting, and the delay of the link.
+measured in the run itself without waiting, and the delay of the link. Of stages that compute it
+also gets how much these times vary.
 
     python benchmarks/pipeline-simulation/run.py --out results.json    # as root, on Linux
 """
@@ -13,7 +14,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -96,7 +97,7 @@ def _measure(rank: int, row: Row, rounds: int) -> dict[str, Any]:
     if row.method != "petra":
         return SleepyRival(row.method, sleeps, row.accumulate).measure(rounds)
     small = Setting(depth=2, width=24, batch=1, patch_size=8)
-    setting = small if row.weights else Setting(depth=4)
+    setting = small if row.weights else Setting(depth=2)
     cut = setting.cut(row.num_processes)
     petra = TimedPetra(setting, cut, latency=row.latency, sleeps=sleeps, jitter=row.jitter)
     result = petra.measure(NUM_TICKS, rounds)
@@ -115,7 +116,7 @@ def compare(row: Row, ranks: list[dict[str, Any]], rounds: int) -> dict[str, Any
         backward=[rank["backward"] for rank in ranks],
         latency=row.latency,
         hop=row.link,
-        jitter=row.jitter,
+        jitter=row.jitter if row.weights else mean(rank["jitter"] for rank in ranks),
         rendezvous=True,
     ).throughput
     measured = 1 / median(ticks)

@@ -2,7 +2,8 @@
 
 import random
 import time
-from collections import Counter
+from collections import defaultdict
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class TimedPetra(Petra):
     ) -> None:
         self._sleeps, self._jitter = sleeps, jitter
         self._dice = random.Random(dist.get_rank())
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         super().__init__(setting, cut, latency=latency, accumulate=8, fill=False)
         (stage,) = self.pipe.stages
         for name in ("run_forward", "run_backward", "finish_backward", "update"):
@@ -56,7 +57,7 @@ class TimedPetra(Petra):
             if sleep.get(name):
                 factor = max(0.0, self._dice.gauss(1.0, self._jitter))
                 time.sleep(max(0.0, factor * sleep[name] - (time.perf_counter() - start)))
-            self.seconds[name] += time.perf_counter() - start
+            self.seconds[name].append(time.perf_counter() - start)
             return result
 
         return timed
@@ -64,14 +65,19 @@ class TimedPetra(Petra):
     def measure(self, num: int, rounds: int) -> dict[str, Any]:
         """Return seconds of a forward and a backward, and those of a micro-batch in every round.
 
-        Rounds follow each other without a pause, so that no process waits for the others.
+        Rounds follow each other without a pause, so that no process waits for the others. `jitter`
+        is the relative deviation of the time of a forward or a backward.
         """
         self.run(2 * self.num_until_full)
         self.seconds.clear()
         ticks = [self.run(num) / num for _ in range(rounds)]
         total = num * rounds
-        forward = self.seconds.pop("run_forward") / total
-        return {"ticks": ticks, "forward": forward, "backward": self.seconds.total() / total}
+        means = {name: sum(seconds) / total for name, seconds in self.seconds.items()}
+        actions = [self.seconds[name] for name in ("run_forward", "run_backward")]
+        jitter = mean(stdev(seconds) / mean(seconds) for seconds in actions)
+        forward = means.pop("run_forward")
+        backward = sum(means.values())
+        return {"ticks": ticks, "forward": forward, "backward": backward, "jitter": jitter}
 
 
 class _Sleep(torch.autograd.Function):
@@ -110,7 +116,7 @@ class SleepyRival:
         self._num, self._is_ends = microbatches, (rank == 0, rank == num - 1)
         self._stage = PipelineStage(SleepyModule(sleeps), rank, num, torch.device("cpu"))
         self._schedule = SCHEDULES[method](self._stage, microbatches, loss_fn=_loss)
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         for name in ("forward_one_chunk", "backward_one_chunk"):
             setattr(self._stage, name, self._timed(name, getattr(self._stage, name)))
 

@@ -43,6 +43,10 @@ def test_the_code_about_models_runs():
     assert all(param.grad is not None for param in names["model"].parameters())
 
 
+def test_the_code_about_scale_runs():
+    assert run("docs/scale.md")["there"].late == 0.5
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own
 def test_the_code_about_speed_runs():
     names = run("docs/speed.md")
