@@ -65,8 +65,8 @@ def at_equal_memory(stages: int, hop: float) -> list[str]:
     share, latency = best_petra(stages, hop)
     cells.append(f"{100 * share:.0f} ({latency:g})" if share else "-")
     for method, recompute in (("1f1b", True), ("1f1b", False), ("zero-bubble", False)):
-        each = min(NUM, stages) + GRAPH if recompute else min(NUM, stages) * GRAPH
-        parts = max(1, ceil(each / MEMORY))
+        size = min(NUM, stages) + GRAPH if recompute else min(NUM, stages) * GRAPH
+        parts = max(1, ceil(size / MEMORY))
         forward, backward = FORWARD / parts, BACKWARD / parts
         result = rd.simulate(
             method, stages, NUM * parts, forward, backward, hop=hop, recompute=recompute

@@ -127,20 +127,20 @@ def costs(draw: Any, stages: int) -> dict[str, Any]:
 @given(st.data())
 def test_a_simulated_run_is_that_of_the_schedule(data):
     stages, num = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
-    given_times = data.draw(costs(stages))
+    drawn_times = data.draw(costs(stages))
     latency = data.draw(st.lists(latencies, min_size=stages - 1, max_size=stages - 1))
     method = data.draw(st.sampled_from(["petra", "delayed-graph"]))
     schedule = Schedule(stages, tuple(latency))
-    forward, backward = given_times["forward"], given_times["backward"]
+    forward, backward = drawn_times["forward"], drawn_times["backward"]
     weights = [0.0] * stages
     for j in range(stages):
         if schedule.is_tight(j):
             again = 0 if method == "delayed-graph" else forward[j]
             weights[j] = max(backward[j] - again, 0) / 2
     first = [b - w for b, w in zip(backward, weights, strict=True)]
-    setting = {"F": forward, "B": first, "W": weights, "hop": given_times["hop"]}
+    setting = {"F": forward, "B": first, "W": weights, "hop": drawn_times["hop"]}
     expected = execute(order_of_schedule(schedule, num), setting, stages - 1)
-    simulated = rd.simulate(method, stages, latency=latency, **given_times).timeline(num)
+    simulated = rd.simulate(method, stages, latency=latency, **drawn_times).timeline(num)
     empty = {step for step in expected if step[0] == "W" and not weights[step[1]]}
     assert in_order(simulated) == {k: span for k, span in expected.items() if k not in empty}
 
@@ -176,18 +176,18 @@ def execute_with_requests(schedule: Schedule, num: int, setting: dict[str, Any])
 @given(st.data())
 def test_messages_wait_for_requests(data):
     stages, num = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
-    given_times = data.draw(costs(stages))
+    drawn_times = data.draw(costs(stages))
     latency = data.draw(latencies)
     schedule = Schedule(stages, latency)
-    forward, backward = given_times["forward"], given_times["backward"]
+    forward, backward = drawn_times["forward"], drawn_times["backward"]
     weights = [
         max(b - f, 0) / 2 if schedule.is_tight(j) else 0.0
         for j, (f, b) in enumerate(zip(forward, backward, strict=True))
     ]
     first = [b - w for b, w in zip(backward, weights, strict=True)]
-    setting = {"F": forward, "B": first, "W": weights, "hop": given_times["hop"]}
+    setting = {"F": forward, "B": first, "W": weights, "hop": drawn_times["hop"]}
     expected = execute_with_requests(schedule, num, setting)
-    result = rd.simulate(stages=stages, latency=latency, rendezvous=True, **given_times)
+    result = rd.simulate(stages=stages, latency=latency, rendezvous=True, **drawn_times)
     assert in_order(result.timeline(num)) == expected
 
 
@@ -203,13 +203,13 @@ def test_a_synchronous_method_requests_when_it_needs():
 @given(st.data())
 def test_the_period_is_that_of_a_long_run(data):
     stages = data.draw(st.integers(1, 4))
-    given_times = data.draw(costs(stages))
+    drawn_times = data.draw(costs(stages))
     latency = data.draw(st.lists(latencies, min_size=stages - 1, max_size=stages - 1))
-    predicted = rd.simulate(stages=stages, latency=latency, **given_times)
+    predicted = rd.simulate(stages=stages, latency=latency, **drawn_times)
     num = 20 * stages
     spans = in_order(predicted.timeline(2 * num + predicted.delay[0]))  # without the end of a run
     elapsed = spans["B", 0, 2 * num - 1][1] - spans["B", 0, num - 1][1]
-    longest = sum(map(sum, given_times.values())) + max(given_times["hop"], default=0)
+    longest = sum(map(sum, drawn_times.values())) + max(drawn_times["hop"], default=0)
     # A run is at most one round trip away from its period.
     assert elapsed == pytest.approx(num / predicted.throughput, abs=2 * longest)
 
@@ -220,8 +220,8 @@ def test_synchronous_orders_are_as_published(recompute, data):
     method = data.draw(st.sampled_from(list(LATENCIES)))
     stages, num = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
     num = num * stages if method == "interleaved" else num
-    given_times = data.draw(costs(stages))
-    forward, backward, hop = given_times.values()
+    drawn_times = data.draw(costs(stages))
+    forward, backward, hop = drawn_times.values()
     again = forward if recompute else [0] * stages
     setting = {"F": forward, "hop": hop, "W": [0.0] * stages}
     setting["B"] = [b + f for b, f in zip(backward, again, strict=True)]
@@ -237,7 +237,7 @@ def test_synchronous_orders_are_as_published(recompute, data):
     else:
         orders = (order_of_1f1b if method == "1f1b" else order_of_gpipe)(stages, num)
     expected = execute(orders, setting, last)
-    result = rd.simulate(method, stages, num, recompute=recompute, **given_times)
+    result = rd.simulate(method, stages, num, recompute=recompute, **drawn_times)
     assert in_order(result.timeline()) == expected
     ends = [[expected[step] for step in order] for order in orders]
     assert result.throughput == pytest.approx(
