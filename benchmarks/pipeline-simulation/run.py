@@ -2,7 +2,7 @@
 
 Stages sleep for known times, or compute. Packets travel for 0, 20 or 100 ms through the relay of
 benchmarks/pipeline-scaling. The simulator gets the mean times of the actions of every process, as
-measured in the run itself without waiting, and the delay of the link. Of stages that compute it
+measured in every round without waiting, and the delay of the link. Of stages that compute it
 also gets how much these times vary.
 
     python benchmarks/pipeline-simulation/run.py --out results.json    # as root, on Linux
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -82,7 +83,7 @@ ROWS = [
 ]
 
 
-def work(rank: int, rows: list[Row], rounds: int) -> list[dict[str, Any]]:
+def work(rank: int, rows: list[Row], rounds: int) -> list[list[dict[str, float]]]:
     """Measure settings with the same link and number of processes, in one of these."""
     results = []
     for row in rows:
@@ -91,7 +92,7 @@ def work(rank: int, rows: list[Row], rounds: int) -> list[dict[str, Any]]:
     return results
 
 
-def _measure(rank: int, row: Row, rounds: int) -> dict[str, Any]:
+def _measure(rank: int, row: Row, rounds: int) -> list[dict[str, float]]:
     factor = row.weights[rank] if row.weights else 0.0
     sleeps = (factor * SLEEPS[0], factor * SLEEPS[1])
     if row.method != "petra":
@@ -105,10 +106,28 @@ def _measure(rank: int, row: Row, rounds: int) -> dict[str, Any]:
     return result
 
 
-def compare(row: Row, ranks: list[dict[str, Any]], rounds: int) -> dict[str, Any]:
-    """Return measured and predicted throughput of a setting."""
-    ticks = [median(rank["ticks"][i] for rank in ranks) for i in range(rounds)]
-    predicted = rd.simulate(
+def compare(row: Row, ranks: list[list[dict[str, float]]]) -> dict[str, Any]:
+    """Return measured and predicted throughput of a setting, medians over the rounds.
+
+    Every round is predicted from its own times: the speed of a core changes with what others run.
+    """
+    rounds = list(zip(*ranks, strict=True))
+    measured = [1 / median(rank["tick"] for rank in by_rank) for by_rank in rounds]
+    predicted = [_predict(row, by_rank) for by_rank in rounds]
+    return {
+        **asdict(row),
+        "name": str(row),
+        "measured": median(measured),
+        "predicted": median(predicted),
+        "error": median(predicted) / median(measured) - 1,
+        "rounds": list(zip(predicted, measured, strict=True)),
+        "ranks": ranks,
+        "load": os.getloadavg()[0],
+    }
+
+
+def _predict(row: Row, ranks: Sequence[dict[str, float]]) -> float:
+    return rd.simulate(
         row.method,
         row.num_processes,
         row.accumulate,
@@ -119,17 +138,6 @@ def compare(row: Row, ranks: list[dict[str, Any]], rounds: int) -> dict[str, Any
         jitter=row.jitter if row.weights else mean(rank["jitter"] for rank in ranks),
         rendezvous=True,
     ).throughput
-    measured = 1 / median(ticks)
-    return {
-        **asdict(row),
-        "name": str(row),
-        "measured": measured,
-        "predicted": predicted,
-        "error": predicted / measured - 1,
-        "ticks": ticks,
-        "ranks": ranks,
-        "load": os.getloadavg()[0],
-    }
 
 
 def main() -> None:
@@ -146,7 +154,7 @@ def main() -> None:
         delay = link if link else None
         ranks = launch(work, num, own, options.rounds, delay=delay)
         for row, by_rank in zip(own, zip(*ranks, strict=True), strict=True):
-            results.append(compare(row, list(by_rank), options.rounds))
+            results.append(compare(row, list(by_rank)))
         if options.out is not None:
             options.out.write_text(json.dumps(results))
     print("| setting | micro-batches/s, predicted | measured | error | within 10 % |")

@@ -62,22 +62,24 @@ class TimedPetra(Petra):
 
         return timed
 
-    def measure(self, num: int, rounds: int) -> dict[str, Any]:
-        """Return seconds of a forward and a backward, and those of a micro-batch in every round.
+    def measure(self, num: int, rounds: int) -> list[dict[str, float]]:
+        """Return, for every round, the seconds of a micro-batch, of a forward and of a backward.
 
         Rounds follow each other without a pause, so that no process waits for the others. `jitter`
         is the relative deviation of the time of a forward or a backward.
         """
         self.run(2 * self.num_until_full)
+        return [self._run_round(num) for _ in range(rounds)]
+
+    def _run_round(self, num: int) -> dict[str, float]:
         self.seconds.clear()
-        ticks = [self.run(num) / num for _ in range(rounds)]
-        total = num * rounds
-        means = {name: sum(seconds) / total for name, seconds in self.seconds.items()}
+        tick = self.run(num) / num
+        means = {name: sum(seconds) / num for name, seconds in self.seconds.items()}
         actions = [self.seconds[name] for name in ("run_forward", "run_backward")]
         jitter = mean(stdev(seconds) / mean(seconds) for seconds in actions)
         forward = means.pop("run_forward")
         backward = sum(means.values())
-        return {"ticks": ticks, "forward": forward, "backward": backward, "jitter": jitter}
+        return {"tick": tick, "forward": forward, "backward": backward, "jitter": jitter}
 
 
 class _Sleep(torch.autograd.Function):
@@ -129,18 +131,19 @@ class SleepyRival:
 
         return timed
 
-    def measure(self, rounds: int) -> dict[str, Any]:
-        """Return seconds of a forward and a backward, and those of a micro-batch in every round."""
+    def measure(self, rounds: int) -> list[dict[str, float]]:
+        """Return, for every round, the seconds of a micro-batch, of a forward and of a backward."""
         self._step()
-        self.seconds.clear()
-        ticks = []
+        results = []
         for _ in range(rounds):
+            self.seconds.clear()
             start = time.perf_counter()
             self._step()
-            ticks.append((time.perf_counter() - start) / self._num)
-        names = {"forward": "forward_one_chunk", "backward": "backward_one_chunk"}
-        total = self._num * rounds
-        return {"ticks": ticks, **{key: self.seconds[name] / total for key, name in names.items()}}
+            seconds = {"tick": time.perf_counter() - start}
+            seconds["forward"] = self.seconds["forward_one_chunk"]
+            seconds["backward"] = self.seconds["backward_one_chunk"]
+            results.append({name: value / self._num for name, value in seconds.items()})
+        return results
 
     def _step(self) -> None:
         is_first, is_last = self._is_ends
