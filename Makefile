@@ -39,7 +39,7 @@ types: $(DEV)
 test-types: types  # a benchmark is a folder of scripts, which import each other by their names
 	$(BIN)/mypy --config-file tests/mypy.ini tests
 	for folder in benchmarks/*/; do \
-		MYPYPATH=$$folder:experiments:src $(BIN)/mypy --explicit-package-bases $$folder || exit 1; \
+		MYPYPATH=$$folder:benchmarks/pipeline-scaling:experiments:src $(BIN)/mypy --explicit-package-bases $$folder || exit 1; \
 	done
 
 unit: $(DEV)

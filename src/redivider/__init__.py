@@ -37,6 +37,8 @@ if _TYPE_CHECKING:
     from redivider.pipeline.distributed import DistributedPipeline as DistributedPipeline
     from redivider.pipeline.partition import balance as balance
     from redivider.pipeline.pipeline import Pipeline as Pipeline
+    from redivider.pipeline.simulate import simulate as simulate
+    from redivider.pipeline.stage_costs import measure_stages as measure_stages
     from redivider.skip import SkipWarning as SkipWarning
     from redivider.train.model import load_run as load_run
 
@@ -75,6 +77,8 @@ _HOMES = {
     "make_reversible": "convert.reversible",
     "measure_memory": "checks.memory",
     "plan": "budget.plan",
+    "measure_stages": "pipeline.stage_costs",
+    "simulate": "pipeline.simulate",
     "units_from": "convert.units",
 }
 

@@ -103,7 +103,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
     def add(run: Callable[..., int], text: str, *parents: Parser, **options: Any) -> Parser:
         command: Parser = commands.add_parser(
-            run.__name__,
+            _name(run),
             help=text,
             parents=[shared, *parents],
             **{"description": text, **options},
@@ -155,6 +155,22 @@ def _make_parser() -> argparse.ArgumentParser:
     command.add_argument("pattern", nargs="*", help='Names such as "revnet18*"; all by default.')
     command = add(models, "List the models and their costs.")
     command.add_argument("pattern", nargs="*", help='Names such as "rev_*"; all by default.')
+    command = add(plan_pipeline, "Choose a pipeline for devices that are not here.")
+    command.add_argument("model", help="Name of a model; `redivider models` lists them.")
+    for name, kind, default, text in (
+        ("devices", int, None, "Number of devices."),
+        ("samples", int, None, "Samples of an update."),
+        ("memory", float, 80.0, "GiB of a device (80)."),
+        ("link-ms", float, 0.01, "Milliseconds of a message between devices (0.01)."),
+        ("bandwidth", float, 50.0, "GB per second of a link (50)."),
+        ("tflops", float, 100.0, "TFLOPs per second that a device reaches (100)."),
+        ("overhead-us", float, 20.0, "Microseconds of a unit beside its computation (20)."),
+        ("max-late", float, 1.0, "Updates by which a gradient may be late (1)."),
+    ):
+        command.add_argument(
+            f"--{name}", type=kind, default=default, required=default is None, help=text
+        )
+    command.add_argument("--picture", type=Path, help="File for the timeline, such as plan.svg.")
     command = add(report, "Write a page about runs.")
     _add_runs(command, "+")
     command.add_argument("--out", type=Path, help="File; report.html in the first folder.")
@@ -274,8 +290,41 @@ def report(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS = {run.__name__: run for run in (train, compare, evaluate, sample, export)} | {
-    run.__name__: run for run in (recipes, models, report)
+def plan_pipeline(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print a plan of a pipeline: a table, a picture and a command."""
+    from redivider.pipeline.planner import Cluster
+    from redivider.train.pipeline_plan import plan_pipeline as plan
+
+    for name in ("devices", "samples", "memory", "bandwidth", "tflops"):
+        if not getattr(args, name) > 0:
+            raise Usage(f"--{name} must be above 0")
+    cluster = Cluster(
+        devices=args.devices,
+        memory=args.memory * 2**30,
+        delay=args.link_ms / 1e3,
+        bandwidth=args.bandwidth * 1e9,
+        overhead=args.overhead_us / 1e6,
+    )
+    chosen = plan(
+        args.model,
+        cluster,
+        samples=args.samples,
+        max_late=args.max_late,
+        flops=args.tflops * 1e12,
+    )
+    print(chosen)
+    if args.picture is not None:
+        chosen.chosen.simulation.timeline().plot(args.picture)
+    return 0
+
+
+def _name(run: Callable[..., int]) -> str:
+    """Return the name of a command on the command line."""
+    return run.__name__.replace("_", "-")
+
+
+COMMANDS = {_name(run): run for run in (train, compare, evaluate, sample, export)} | {
+    _name(run): run for run in (recipes, models, plan_pipeline, report)
 }
 
 

@@ -84,7 +84,8 @@ def test_help_about_a_recipe_lists_options_and_fields(command, capsys):
 
 
 def test_help_texts_are_sentences(capsys):
-    for command in ("train", "evaluate", "sample", "export", "recipes", "models", "report"):
+    runs = ("train", "evaluate", "sample", "export", "report")
+    for command in (*runs, "recipes", "models", "plan-pipeline"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         usage, description, *_ = capsys.readouterr().out.split("\n\n")
@@ -130,3 +131,32 @@ def test_it_runs_from_a_source_tree_that_is_not_installed():
     words = [sys.executable, "-c", code, str(source)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "redivider 0+source\n"), done.stderr
+
+
+def test_a_plan_is_a_table_a_picture_and_a_command(capsys, tmp_path):
+    words = "plan-pipeline rev_vit_tiny --devices 4 --samples 64 --link-ms 20".split()
+    assert main([*words, "--picture", str(tmp_path / "plan.svg")]) == 0
+    table, picture, command = capsys.readouterr().out.strip().split("\n\n")
+    names = [line.split("  ")[0] for line in table.splitlines()]
+    assert [name.partition(",")[0] for name in names] == [
+        "method",
+        "petra",
+        "delayed-graph",
+        "1F1B",
+        "zero bubble",
+    ]
+    assert picture.startswith("stage 0  ")
+    assert command.startswith("torchrun --nproc-per-node 4 -m redivider train RECIPE --model")
+    assert "</svg>" in (tmp_path / "plan.svg").read_text()
+
+
+def test_a_plan_that_cannot_be_kept_says_so(capsys):
+    words = "plan-pipeline rev_vit_tiny --devices 4 --samples 64"
+    for more, text in (
+        ("--memory 0.001", "allow more memory or delay"),
+        ("--memory 0", "--memory must be above 0"),
+    ):
+        assert main([*words.split(), *more.split()]) == 2
+        assert text in capsys.readouterr().err
+    assert main(["plan-pipeline", "swan", "--devices", "4", "--samples", "64"]) == 2
+    assert "there is no model 'swan'" in capsys.readouterr().err

@@ -96,6 +96,49 @@ def summarise_by_layer(name: str, *, batch: int = 8) -> Summary:
     return Summary(parameters, flops / batch, kept)
 
 
+@dataclass(frozen=True)
+class UnitSummary:
+    """Costs of one unit per sample."""
+
+    flops: float
+    """FLOPs of a forward."""
+    kept: int
+    """Bytes of its input, if it is a junction."""
+    graph: int
+    """Bytes that plain autograd keeps."""
+    output: int
+    """Bytes of its output."""
+    weights: int
+    """Bytes of its parameters."""
+
+
+def summarise_units(name: str, *, batch: int = 8, **options: Any) -> list[UnitSummary]:
+    """Count FLOPs and bytes of every unit of a model, per sample."""
+    model, x = _build(name, batch, options)
+    model.backward = "store"
+    units, size = [], _num_bytes(x) // batch
+    with Fused(), _Counter() as counter:
+        y = x
+        for unit in model:
+            flops, held, kept = counter.flops, counter.bytes, size
+            y = unit(y)
+            size = _num_bytes(y) // batch
+            units.append(
+                UnitSummary(
+                    (counter.flops - flops) / batch,
+                    0 if isinstance(unit, Coupling) else kept,
+                    max(counter.bytes - held, 0) // batch,
+                    size,
+                    sum(param.nbytes for param in unit.parameters()),
+                )
+            )
+    return units
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(tree))
+
+
 def _build(name: str, batch: int, options: dict[str, Any]) -> tuple[Chain, Tensor]:
     """Return a model and a batch for it, on the meta device."""
     with _NoInit():

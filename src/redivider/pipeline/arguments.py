@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from redivider.pipeline.schedule import verify_latency
 from redivider.pipeline.stages.lookahead import LOOKAHEADS
 from redivider.pipeline.stages.stage import Stage
 
@@ -27,12 +28,7 @@ def verify_arguments(
     """Refuse arguments of `Pipeline` by which it cannot train."""
     if not isinstance(accumulate, Integral) or int(accumulate) < 1:
         raise ValueError(f"accumulate must be a whole number, at least 1, got {accumulate!r}")
-    latencies = latency if isinstance(latency, list | tuple) else [latency]
-    if not all(isinstance(n, Real) and _is_half_ticks(float(n)) for n in latencies):
-        raise ValueError(
-            "latency must be a multiple of 0.5, at least 0.5, or a list of such numbers, one for "
-            f"every pair of neighbouring stages, got {latency!r}"
-        )
+    verify_latency(latency)
     is_norm = isinstance(clip_norm, Real) and 0 < float(clip_norm) < inf
     if clip_norm is not None and not is_norm:
         raise ValueError(f"clip_norm must be None or a number above 0, got {clip_norm!r}")
@@ -53,10 +49,6 @@ def verify_arguments(
             f"optimizer must be a function that makes one for a stage, such as {EXAMPLE}, got "
             f"{optimizer.__name__ if is_torch_class else type(optimizer).__name__}"
         )
-
-
-def _is_half_ticks(latency: float) -> bool:
-    return 0 < latency < inf and (2 * latency).is_integer()
 
 
 def verify_optimizer(optimizer: Any, stage: Stage) -> None:

@@ -287,7 +287,7 @@ class Pipeline:
             num_microbatches = self.schedule.num_in_flight + 1  # so that the pipeline is full once
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches must be at least 1, got {num_microbatches}")
-        return Timeline(self.schedule, num_microbatches)
+        return Timeline.plan(self.schedule, num_microbatches)
 
     def measure_memory(self, x: Any, /, **side: Any) -> "StagesMemory":
         """Count the bytes that every stage holds for inputs like x, on a copy of the model."""

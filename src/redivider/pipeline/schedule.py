@@ -28,7 +28,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from math import inf
+from numbers import Real
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 Kind: TypeAlias = Literal["F", "B"]
 Direction: TypeAlias = Literal["up", "down"]
@@ -131,6 +133,14 @@ class Schedule:
         """Return the micro-batches between forward and backward in a stage, after a tick."""
         return self.lag("B", stage) - self.lag("F", stage)
 
+    def num_waiting(self, direction: Direction, stage: int) -> int:
+        """Return the messages on their way to a stage, after a tick."""
+        kind: Kind = "F" if direction == "up" else "B"
+        sender = stage - 1 if direction == "up" else stage + 1
+        if not 0 <= sender < self.num_stages:
+            return 0
+        return self.lag(kind, stage) - self.lag(kind, sender)
+
     @property
     def num_in_flight(self) -> int:
         """Ticks until the first micro-batch has left, and micro-batches in a full pipeline."""
@@ -193,6 +203,20 @@ class Schedule:
                 yield stage, Leg("up", stage + 1, microbatch)
             elif kind == "B" and stage > 0:
                 yield stage, Leg("down", stage - 1, microbatch)
+
+
+def verify_latency(latency: Any) -> None:
+    """Refuse a latency that is no multiple of half a tick, and no sequence of these."""
+    latencies = latency if isinstance(latency, list | tuple) else [latency]
+    if not all(isinstance(number, Real) and _is_half_ticks(float(number)) for number in latencies):
+        raise ValueError(
+            "latency must be a multiple of 0.5, at least 0.5, or a list of such numbers, one for "
+            f"every pair of neighbouring stages, got {latency!r}"
+        )
+
+
+def _is_half_ticks(latency: float) -> bool:
+    return 0 < latency < inf and (2 * latency).is_integer()
 
 
 def resolve_latency(latency: float | Sequence[float], num_stages: int) -> Latency:

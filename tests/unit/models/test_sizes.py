@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import redivider as rd
 from redivider.checks.memory import Live
 from redivider.models.catalogue import FAMILIES, resolve
-from redivider.models.summary import Fused, _Counter, summarise, summarise_by_layer
+from redivider.models.summary import Fused, _Counter, summarise, summarise_by_layer, summarise_units
 
 pytestmark = pytest.mark.slow
 
@@ -183,3 +183,15 @@ def test_numbers_that_are_equal_and_of_other_types_are_not_taken_for_each_other(
     x = torch.ones(3, dtype=torch.int64, device="meta")
     with _Counter():
         assert [(x * number).dtype for number in (2, 2.0)] == [torch.int64, torch.float32]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["revnet18", "rev_vit_tiny"])
+def test_units_cost_what_the_model_costs(name):
+    units, whole = summarise_units(name), summarise(name, also=())
+    assert sum(unit.weights for unit in units) == 4 * whole.parameters
+    assert sum(unit.flops for unit in units) == pytest.approx(whole.flops)
+    assert sum(unit.graph for unit in units) == pytest.approx(whole.kept["store"], rel=0.05)
+    model = rd.create_model(name, device="meta")
+    is_coupling = [isinstance(unit, rd.Coupling) for unit in model]
+    assert [unit.kept == 0 for unit in units] == is_coupling

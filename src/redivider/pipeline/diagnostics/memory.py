@@ -71,7 +71,7 @@ def measure_stages(pipe: "Pipeline", x: Any, side: dict[str, Any]) -> StagesMemo
     trial = type(pipe)(
         deepcopy([unit.module for unit in pipe._units.values()]),
         stages=pipe.cut,
-        loss=_sum,
+        loss=sum_of_means,
         optimizer=lambda stage: torch.optim.SGD(stage.parameters(), lr=0.0),
         method=pipe.method.name,
         accumulate=pipe.accumulate,
@@ -102,7 +102,7 @@ def measure_stages(pipe: "Pipeline", x: Any, side: dict[str, Any]) -> StagesMemo
     )
 
 
-def _sum(output: Any, target: Any) -> Tensor:
+def sum_of_means(output: Any, target: Any) -> Tensor:
     """Return a number with a gradient for all of the output; averages, so that it is finite."""
     parts = [tensor.real for tensor in tensors_of(output) if tensor.requires_grad]
     return torch.stack([part.mean(dtype=torch.float64) for part in parts]).sum()
@@ -123,17 +123,17 @@ def holdings(pipe: "Pipeline") -> list[Holding]:
 
 def _count(stage: Stage, *inboxes: dict[int, Message]) -> Holding:
     known: set[int] = set()
-    _num_bytes([*stage.module.parameters()], known)  # what shares memory with weights is free
-    copies = _num_bytes([u.weights.stash.copies for u in stage.units if u.weights.stash], known)
+    count_bytes([*stage.module.parameters()], known)  # what shares memory with weights is free
+    copies = count_bytes([u.weights.stash.copies for u in stage.units if u.weights.stash], known)
     kept = [entry for unit in stage.units for entry in unit.kept.values()]
     graphs = [tensor for entry in kept if entry.run for tensor in _saved(entry.run.output)]
-    activations = _num_bytes([[entry.value for entry in kept], graphs], known)
+    activations = count_bytes([[entry.value for entry in kept], graphs], known)
     messages = [message for inbox in inboxes for message in inbox.values()]
     waiting = [(message.flow.value, message.grads) for message in messages]
-    return Holding(stage.index, activations, _num_bytes(waiting, known), copies)
+    return Holding(stage.index, activations, count_bytes(waiting, known), copies)
 
 
-def _num_bytes(tree: Any, known: set[int]) -> int:
+def count_bytes(tree: Any, known: set[int]) -> int:
     """Return the bytes of the storages in a tree that are not known yet, and note them."""
     total = 0
     for tensor in tensors_of(tree):

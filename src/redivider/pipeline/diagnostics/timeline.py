@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from redivider.errors import require
 from redivider.pipeline.schedule import Action, Latency, Schedule
+
+Spans: TypeAlias = dict[Action, tuple[float, float]]
 
 
 def draw(
@@ -73,27 +75,59 @@ def planned_spans(
     return spans
 
 
+def draw_spans(spans: Mapping[Action, tuple[float, float]], width: int = 120) -> str:
+    """Draw spans as text, with stages down and time across, as far as they fit.
+
+    A column is as long as the shortest action. A longer action goes on as dashes.
+    """
+    if not spans:
+        return ""
+    column = min((end - start for start, end in spans.values() if end > start), default=1.0)
+    first = min(start for start, _ in spans.values())
+    size = 1 + max(len(f"{kind}{n}") for kind, _, n in spans)
+    stages = 1 + max(action.stage for action in spans)
+    margin = len(f"stage {stages - 1}")
+    num = (width - margin) // size
+    grid = [[""] * num for _ in range(stages)]
+    for (kind, stage, n), times in spans.items():
+        start, end = (round((time - first) / column) for time in times)
+        for place in range(start, min(max(end, start + 1), num)):
+            grid[stage][place] = "-" * (size - 1) if place > start else f"{kind}{n}"
+    return "\n".join(
+        f"{f'stage {j}':<{margin}}  {' '.join(f'{cell:<{size - 1}}' for cell in row)}".rstrip()
+        for j, row in enumerate(grid)
+    )
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """Plan of a pipeline, made by `Pipeline.timeline`: F and B of every micro-batch."""
+    """F and B of every micro-batch: planned by `Pipeline.timeline`, or simulated."""
 
-    schedule: Schedule
-    num_microbatches: int
+    text: str
+    """Picture with stages down and time across."""
+    spans: Spans
+    """Start and end of every action."""
+    unit: str
+    """Label of the time axis."""
+
+    @classmethod
+    def plan(cls, schedule: Schedule, num_microbatches: int) -> "Timeline":
+        """Return the plan of a schedule, in which a forward takes 1 and a backward 3."""
+        stages, latency = schedule.num_stages, schedule.latency
+        text = draw(stages, latency=latency, num_microbatches=num_microbatches)
+        spans = planned_spans(stages, latency=latency, num_microbatches=num_microbatches)
+        return cls(text, spans, "time, in forwards of a stage")
 
     def __str__(self) -> str:
-        """Draw stages down and ticks across."""
-        stages, latency = self.schedule.num_stages, self.schedule.latency
-        return draw(stages, latency=latency, num_microbatches=self.num_microbatches)
-
-    @property
-    def spans(self) -> dict[Action, tuple[float, float]]:
-        """Start and end of every action, if a forward takes 1 and a backward 3."""
-        stages, latency = self.schedule.num_stages, self.schedule.latency
-        return planned_spans(stages, latency=latency, num_microbatches=self.num_microbatches)
+        return self.text
 
     def plot(self, path: str | Path) -> None:
         """Draw a picture; the ending of the path chooses its format."""
-        plot(path, self.spans, unit="time, in forwards of a stage")
+        plot(path, self.spans, unit=self.unit)
+
+    def write_chrome_trace(self, path: str | Path) -> None:
+        """Write a trace for chrome://tracing or Perfetto, with a second for a unit of time."""
+        write_chrome_trace(path, self.spans)
 
 
 def plot(

@@ -1,0 +1,1 @@
+"""Parts of the simulator: the order of actions, and the clock of the devices."""
