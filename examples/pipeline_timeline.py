@@ -12,7 +12,9 @@ import redivider as rd
 def main() -> None:
     """Train a small Rev-ViT on noise in three stages, and look at it."""
     torch.manual_seed(0)
-    model = rd.create_model("rev_vit_tiny", depth=3, image_size=32, patch_size=8, num_classes=10)
+    model = rd.create_model(
+        "rev_vit_tiny", depth=3, width=48, image_size=32, patch_size=8, num_classes=10
+    )
     pipe = rd.Pipeline(
         model,
         stages=3,

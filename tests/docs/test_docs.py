@@ -40,6 +40,7 @@ SMALLER = {
         "torch.randn(2, 3, 32, 32).double()": "torch.randn(2, 3, 8, 8).double()",
         "for _ in range(20)]": "for _ in range(6)]",
     },
+    "docs/pipelines.md": {"for _ in range(64):": "for _ in range(16):"},
     "docs/distributed.md": {
         '"revnet50", num_classes': '"rev_vit_tiny", depth=2, patch_size=8, num_classes'
     },

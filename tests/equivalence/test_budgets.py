@@ -32,14 +32,14 @@ def gpt(**options):
 
 
 def swin(**options):
-    sizes: Any = {"depths": (3, 2), "width": 16, "heads": 2, "window": 4, "image_size": 32}
+    sizes: Any = {"depths": (3, 2), "width": 16, "heads": 2, "window": 2, "image_size": 16}
     model = rd.create_model("rev_swin_tiny", num_classes=10, **sizes, **options)
-    return model, torch.randn(2, 3, 32, 32)
+    return model, torch.randn(2, 3, 16, 16)
 
 
 def revnet(**options):
-    model = rd.create_model("revnet50", num_classes=10, image_size=32, **options)
-    return model, torch.randn(2, 3, 16, 16)
+    model = rd.create_model("revnet50", num_classes=10, image_size=32, width=8, **options)
+    return model, torch.randn(2, 3, 8, 8)
 
 
 def loss_of(y):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,11 @@ Step = tuple[str, int, int]
 Spans = dict[Step, tuple[float, float]]
 latencies = st.sampled_from([0.5, 1, 1.5, 2, 4])
 times = st.integers(1, 9)
+
+
+def shorter_replays():
+    """Return a context in which settings with jitter are replayed for fewer ticks."""
+    return patch.multiple("redivider.pipeline.simulate", NUM_REPLAYED=4_000, MIN_TICKS=40)
 
 
 def execute(orders: Sequence[Sequence[Step]], setting: dict[str, Any], last: int) -> Spans:
@@ -187,7 +193,8 @@ def test_messages_wait_for_requests(data):
     first = [b - w for b, w in zip(backward, weights, strict=True)]
     setting = {"F": forward, "B": first, "W": weights, "hop": drawn_times["hop"]}
     expected = execute_with_requests(schedule, num, setting)
-    result = rd.simulate(stages=stages, latency=latency, rendezvous=True, **drawn_times)
+    with shorter_replays():
+        result = rd.simulate(stages=stages, latency=latency, rendezvous=True, **drawn_times)
     assert in_order(result.timeline(num)) == expected
 
 
@@ -423,7 +430,8 @@ def run_random_setting(data: st.DataObject) -> None:
     arguments |= {name: data.draw(values) for name, values in drawn.items()}
     if arguments["method"] == "interleaved":
         arguments["accumulate"] *= stages
-    result = rd.simulate(**arguments)
+    with shorter_replays():
+        result = rd.simulate(**arguments)
     assert 0.0 <= result.idle < 1.0
     assert 0.0 < result.throughput < float("inf")
     assert len(result.delay) == len(result.held) == stages
