@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,7 +25,10 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 ALONE = ("README.md", "docs/ecosystem.md")  # every block of these runs on its own
 APART = (*ALONE, "docs/distributed.md")
 SMALLER = {
-    "README.md": {"for _ in range(100)]": "for _ in range(16)]"},
+    "README.md": {
+        "for _ in range(100)]": "for _ in range(16)]",
+        "GPT2Config(n_layer=8,": "GPT2Config(n_layer=2,",
+    },
     "docs/models.md": {
         '"rev_swin_tiny", drop_path': '"rev_swin_tiny", device="meta", drop_path',
         "(8, 257)": "(2, 33)",
@@ -183,6 +187,21 @@ def sentences(page: Path) -> list[str]:
 def words_a_sentence(page: Path) -> float:
     parts = sentences(page)
     return sum(len(part.split()) for part in parts) / len(parts)
+
+
+def test_pictures_show_the_schedule(tmp_path):
+    """Pictures of ticks are drawn from the schedule that pipelines execute."""
+    pictures = ROOT / "docs" / "pictures"
+    names = runpy.run_path(str(pictures / "draw.py"))
+    draw = names["depth"].__globals__
+    draw["HERE"] = tmp_path
+    shutil.copy(pictures / "memory.json", tmp_path)
+    for name in ("depth", "stages", "row", "tick", "holds"):
+        names[name]()
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert len(drawn) == 5
+    for path in drawn:
+        assert path.read_text() == (pictures / path.name).read_text(), path.name
 
 
 def test_the_site_builds_without_warnings(tmp_path):

@@ -1,7 +1,6 @@
 """Schedules in which messages travel for halves of a tick."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,11 +32,6 @@ stage 2        F0 B0 F1 B1 F2 B2 F3 B3
 def test_the_picture_is_the_plan():
     assert timeline.draw(3, num_microbatches=5, latency=0.5) == HALF
     assert timeline.draw(3, num_microbatches=4, latency=(0.5, 1)) == MIXED
-
-
-def test_the_documents_show_the_same_picture():
-    text = (Path(__file__).parents[3] / "docs" / "concepts.md").read_text()
-    assert "\n".join(f"        {line}" for line in HALF.splitlines()) in text
 
 
 def orders(schedule: Schedule, number: int) -> list[list[Action]]:

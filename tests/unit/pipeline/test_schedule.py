@@ -36,11 +36,6 @@ def test_the_picture_is_the_plan():
     assert timeline.draw(2, num_microbatches=3, latency=2) == SLOW
 
 
-def test_the_documents_show_the_same_picture():
-    text = (DOCS / "concepts.md").read_text()
-    assert "\n".join(f"    {line}" for line in PICTURE.splitlines()) in text
-
-
 def test_a_picture_of_an_endless_pipeline_needs_its_width():
     assert len(timeline.draw(2, ticks=4).splitlines()) == 3
     with pytest.raises(ValueError, match="ticks or num_microbatches"):
