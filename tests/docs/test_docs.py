@@ -46,7 +46,7 @@ SMALLER = {
     },
     "docs/pipelines.md": {"for _ in range(64):": "for _ in range(16):"},
     "docs/distributed.md": {
-        '"revnet50", num_classes': '"rev_vit_tiny", depth=2, patch_size=8, num_classes'
+        '"revnet50", num_classes': '"rev_vit_tiny", width=24, depth=2, patch_size=8, num_classes'
     },
 }
 PAGES = [ROOT / "README.md", *DOCS]

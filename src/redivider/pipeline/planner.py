@@ -202,7 +202,7 @@ class Planner:
         return share * most / self.cluster.bandwidth + 2 * self.cluster.delay
 
     def _memory(self, candidate: Candidate, held: list[float]) -> list[float]:
-        """Return the bytes of every device, given the micro-batches that it holds."""
+        """Return the bytes of every device for the micro-batches that it holds."""
         sizes, inputs = self.cut(candidate.stages), self._inputs(candidate)
         loads = (self.units.weights, self.units.kept, self.units.graph)
         weights, kept, graph = (loads_of(values, sizes) for values in loads)
