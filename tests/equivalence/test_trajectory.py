@@ -70,6 +70,7 @@ def test_petra(stages, accumulate, latency):
     assert max(follow(CUTS[stages], "petra", accumulate, latency)) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["muon", "muon, sgd"])
 @pytest.mark.parametrize("stages, accumulate, latency", [(3, 2, 0.5), (5, 1, 1)])
 def test_petra_by_muon(stages, accumulate, latency, optimizer):
@@ -118,6 +119,7 @@ def test_optimizers(method, optimizer):
     assert max(follow(CUTS[3], method, 2, 1, optimizer)) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lookahead, method, stages, accumulate",
     [
@@ -135,6 +137,7 @@ def test_lookahead(lookahead, method, stages, accumulate):
     assert max(follow(CUTS[stages], method, accumulate, 1, lookahead=lookahead)) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead, optimizer", [("displacement", "muon"), ("lead", "adamw")])
 @pytest.mark.parametrize("accumulate, latency", [(1, 0.5), (2, 1)])
 def test_lookahead_with_optimizers(lookahead, optimizer, accumulate, latency):

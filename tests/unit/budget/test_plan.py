@@ -106,6 +106,7 @@ def test_all_of_the_memory_means_store():
     assert rd.plan(model, x).cost == 0
 
 
+@pytest.mark.slow
 def test_a_plan_that_takes_too_much_is_made_again_for_less(monkeypatch):
     model, x = make()
     problem = measure(model, x, {}, loss_of)

@@ -11,6 +11,7 @@ import redivider as rd
 from redivider.pipeline.diagnostics.memory import holdings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "stages", "accumulate", "latency"),
     [
