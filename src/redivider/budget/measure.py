@@ -5,11 +5,10 @@ leave it are counted apart: they lie between units, and neighbours may share the
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -25,9 +24,9 @@ from redivider.backward.node import keep_input
 from redivider.backward.offload import NUM_LEAVING
 from redivider.backward.row import Row, prepare_streams
 from redivider.backward.strategy import begin_pass, resolve_strategy
+from redivider.budget.meter import Meter, counting
 from redivider.budget.solve import Key, Option, Peak, Problem
 from redivider.chain import Chain, name_unit, taken
-from redivider.checks.memory import Live
 from redivider.checks.restore import restored
 from redivider.coupling import Coupling
 from redivider.errors import naming
@@ -36,72 +35,6 @@ from redivider.tree import map_tensors, tensors_of
 NUM_TIMED = 5  # runs, of which the median counts
 NUM_IN_ROW = 3  # equal couplings in a row that is timed
 REVERSED = ("reverse", "overlap")
-
-
-class Meter(Protocol):
-    """Counter of bytes."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that have been allocated and are still there."""
-
-    @property
-    def moment(self) -> int:
-        """The present, for `peak_without`."""
-
-    def peak_without(self, tensors: Any, since: int = 0) -> int:
-        """Return the largest number of bytes since a moment, without those of some tensors."""
-
-
-class _Allocator:
-    """Counter of CUDA's allocator. Its peaks are without gradients that were there before them."""
-
-    def __init__(self) -> None:
-        torch.cuda.synchronize()
-        self._before = torch.cuda.memory_allocated()
-        self._peaks: list[int] = []  # between moments
-        self._grads = 0
-        torch.cuda.reset_peak_memory_stats()
-
-    @property
-    def bytes(self) -> int:
-        return torch.cuda.memory_allocated() - self._before
-
-    @property
-    def moment(self) -> int:
-        self._peaks.append(torch.cuda.max_memory_allocated() - self._grads)
-        torch.cuda.reset_peak_memory_stats()
-        return len(self._peaks)
-
-    def leave_out(self, grad: Tensor) -> None:
-        """Do not count the gradient of a weight from now on."""
-        _ = self.moment
-        self._grads += grad.nbytes
-
-    def peak_without(self, tensors: Any, since: int = 0) -> int:
-        last = torch.cuda.max_memory_allocated() - self._grads
-        return max([*self._peaks[since:], last]) - self._before
-
-
-@contextmanager
-def counting(is_cuda: bool, weights: Sequence[Tensor] = ()) -> Iterator[Meter]:
-    """Count the bytes that are allocated inside, by CUDA's allocator or by torch's operations.
-
-    Args:
-        is_cuda: Whether to count those of a GPU.
-        weights: Weights whose gradients do not count.
-    """
-    if not is_cuda:
-        with Live() as live:
-            yield live
-        return
-    meter = _Allocator()
-    hooks = [weight.register_hook(meter.leave_out) for weight in weights]  # type: ignore[no-untyped-call]
-    try:
-        yield meter
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @dataclass(frozen=True)

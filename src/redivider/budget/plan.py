@@ -10,7 +10,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from redivider.budget.measure import counting, measure
+from redivider.budget.measure import measure
+from redivider.budget.meter import counting
 from redivider.budget.size import parse_bytes
 from redivider.budget.solve import Problem, find_least, solve, trace
 from redivider.chain import Chain, name_unit
