@@ -25,7 +25,8 @@ from redivider.backward.auto import timer
 from redivider.budget.plan import measure_step
 from redivider.budget.solve import Option, Peak, Problem, find_least, solve, trace
 
-SHARES = (0.25, 0.4, 0.6, 0.8)
+SHARES = (0.25, 0.4, 0.6, 0.8)  # of store's memory
+TORCH_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # values of torch's setting
 NUM_STEPS = 20
 NUM_UNITS = 400
 MIB = 2**20
@@ -94,9 +95,9 @@ def best_by_hand(model: rd.Chain, x: torch.Tensor, budget: int) -> list[str]:
     raise ValueError("reversing all couplings does not fit")
 
 
-def compare(name: str, batch: int, context: int) -> None:
+def compare(args: argparse.Namespace) -> None:
     """Print the times of plans, of plans by hand, and of torch's budget."""
-    model, x = make(name, batch, context)
+    model, x = make(args.model, args.batch, args.context)
     model.compile(dynamic=False)
     params = list(model.parameters())
     with torch.autocast("cuda", torch.bfloat16):
@@ -104,7 +105,8 @@ def compare(name: str, batch: int, context: int) -> None:
     model.backward = "store"
     rows: list[dict[str, Any]] = [{"how": "store", "budget_mib": most / MIB}]
     rows[0] |= time_step(model, params, x)
-    for share in SHARES:
+    print(json.dumps(rows[0]), flush=True)
+    for share in args.shares:
         budget = int(share * most)
         start = time.perf_counter()
         with torch.autocast("cuda", torch.bfloat16):
@@ -121,8 +123,8 @@ def compare(name: str, batch: int, context: int) -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
     del model, params
-    for share in torch_shares():
-        fresh, x = make(name, batch, context)
+    for share in args.torch_shares:
+        fresh, x = make(args.model, args.batch, args.context)
         fresh.backward = "store"
         torch._functorch.config.activation_memory_budget = share
         compiled = torch.compile(fresh, dynamic=False)
@@ -130,12 +132,6 @@ def compare(name: str, batch: int, context: int) -> None:
         row |= time_step(compiled, list(fresh.parameters()), x)
         print(json.dumps(row), flush=True)
         torch._dynamo.reset()
-    print(json.dumps(rows[0]), flush=True)
-
-
-def torch_shares() -> list[float]:
-    """Return the values of torch's setting that make its curve."""
-    return [step / 10 for step in range(1, 11)]
 
 
 def time_solver() -> None:
@@ -172,12 +168,14 @@ def main() -> None:
     parser.add_argument("--model", default="rev_vit_large")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
+    parser.add_argument("--torch-shares", type=float, nargs="*", default=TORCH_SHARES)
     parser.add_argument("--solver", action="store_true")
     args = parser.parse_args()
     if args.solver:
         time_solver()
     else:
-        compare(args.model, args.batch, args.context)
+        compare(args)
 
 
 if __name__ == "__main__":
