@@ -3,10 +3,11 @@
     python benchmarks/pipeline-simulation/captured.py --out results.json
 
 All stages of a pipeline run on one GPU, which is one device to the simulator: it gets the sums of
-the times that `rd.measure_stages` takes of the stages, without capture.
+the times that `rd.measure_stages` takes of the stages.
 """
 
 import argparse
+import gc
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ ROWS = [
     Row(model, batch, size, stages, latency)
     for model, batch, size, stages in (
         ("rev_vit_base", 32, 224, 8),
-        ("revnet50", 64, 224, 18),
+        ("revnet50", 32, 128, 18),
         ("rev_vit_small", 128, 32, 26),
     )
     for latency in (1, 0.5)
@@ -108,6 +109,8 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.rounds} rounds")
     results = []
     for row in ROWS:
+        gc.collect()
+        torch.cuda.empty_cache()
         results.append(compare(row, args.rounds))
         name = f"{row.model}, batch {row.batch}, {row.stages} stages, latency {row.latency:g}"
         numbers = f"{results[-1]['predicted']:.4g} | {results[-1]['measured']:.4g}"

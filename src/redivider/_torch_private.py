@@ -25,6 +25,11 @@ def backward_keeps_graph() -> bool:
     return keeps
 
 
+def spin(cycles: int) -> None:
+    """Keep the current CUDA stream busy for a number of cycles of the GPU's clock."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 def compiled_call(module: nn.Module) -> Any:
     """Return the compiled function that a call of the module runs, or None."""
     return module._compiled_call_impl

@@ -143,3 +143,13 @@ def test_batch_norm_and_images():
         ends.append([value.cpu() for value in copied.state_dict().values()])
     for one, other in zip(*ends, strict=True):
         assert torch.allclose(one.double(), other.double(), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_stages_are_measured(capture):
+    torch.manual_seed(0)
+    model = rd.create_model("rev_vit_tiny", num_classes=10, image_size=32, depth=2, device="cuda")
+    x = torch.randn(4, 3, 32, 32, device="cuda")
+    costs = rd.measure_stages(model, 3, x, capture=capture)
+    assert min(costs.forward) > 0 and min(costs.backward) > 0 and min(costs.stored) > 0
+    assert sum(costs.weights) == sum(p.nbytes for p in model.parameters())

@@ -51,6 +51,11 @@ def test_a_function_is_called_when_the_backward_ends():
     assert seen == ["leaf", "end"]
 
 
+def test_a_stream_can_be_kept_busy():
+    """On a GPU, tests/gpu/test_pipeline.py runs it."""
+    assert callable(torch.cuda._sleep)
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_backward_that_keeps_its_graph(keeps):
     seen = []

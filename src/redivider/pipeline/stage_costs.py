@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redivider._torch_private import spin
+from redivider.backward.auto import timer
 from redivider.chain import Chain, taken
 from redivider.checks.memory import format_bytes, measure_memory
 from redivider.checks.restore import restored
@@ -18,6 +20,8 @@ from redivider.pipeline.partition import units_of
 from redivider.pipeline.pipeline import Pipeline
 from redivider.pipeline.schedule import Schedule
 from redivider.tree import map_tensors, tensors_of
+
+CLOCK = 2e9  # cycles of a GPU per second, about
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ def measure_stages(
     x: Any,
     *,
     method: str = "petra",
+    capture: bool = True,
     repeats: int = 5,
     **side: Any,
 ) -> StageCosts:
@@ -82,6 +87,7 @@ def measure_stages(
         stages: Number of stages, balanced by work on x, or a list of their sizes.
         x: A micro-batch.
         method: Method of `rd.Pipeline`.
+        capture: Whether to leave out the time of the host on a GPU, as in captured ticks.
         repeats: Ticks and runs to take medians of, at least.
         side: Keywords of the units.
     """
@@ -94,23 +100,24 @@ def measure_stages(
         capture=False,
         example=x,
     )
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for stage in pipe.stages:
-        for name in ("run_forward", "run_backward"):
-            timed = _timed(getattr(stage, name), seconds.setdefault((name, stage.index), []))
-            setattr(stage, name, timed)
+    how = {"on_gpu": any(tensor.is_cuda for tensor in tensors_of(x)), "ahead": capture}
+    watches: dict[str, list[_Stopwatch]] = {"run_forward": [], "run_backward": []}
+    for name, own in watches.items():
+        for stage in pipe.stages:
+            own.append(_Stopwatch(getattr(stage, name), **how))
+            setattr(stage, name, own[-1])
     for _ in range(pipe.schedule.num_in_flight + repeats):
         # Copies, because a tensor in several micro-batches would count once.
         own_x, own_side = map_tensors(lambda tensor: tensor.detach().clone(), (x, side))
         pipe.step(own_x, **own_side)
     num_kept = [max(pipe.schedule.num_kept(j), 1) for j in range(len(pipe.cut))]
     held = [holding.activations for holding in holdings(pipe)]
-    stored, graph = _measure_plain(pipe, x, side, repeats)
+    stored, graph = _measure_plain(pipe, x, side, repeats, how)
     flight = pipe.in_flight
     return StageCosts(
         cut=pipe.cut,
-        forward=[median(seconds["run_forward", j][-repeats:]) for j in range(len(pipe.cut))],
-        backward=[median(seconds["run_backward", j][-repeats:]) for j in range(len(pipe.cut))],
+        forward=[median(watch.seconds[-repeats:]) for watch in watches["run_forward"]],
+        backward=[median(watch.seconds[-repeats:]) for watch in watches["run_backward"]],
         stored=stored,
         kept=[total // num for total, num in zip(held, num_kept, strict=True)],
         graph=graph,
@@ -120,20 +127,41 @@ def measure_stages(
     )
 
 
-def _timed(run: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    def timed(*args: Any, **keywords: Any) -> Any:
-        _synchronize()
-        start = time.perf_counter()
-        result = run(*args, **keywords)
-        _synchronize()
-        seconds.append(time.perf_counter() - start)
-        return result
+class _Stopwatch:
+    """Seconds of calls of a function.
 
-    return timed
+    Args:
+        run: The function.
+        on_gpu: Whether it runs on a GPU.
+        ahead: Whether to let the host run ahead of the device, which then never waits for it.
+    """
+
+    def __init__(self, run: Callable[..., Any], *, on_gpu: bool, ahead: bool) -> None:
+        self._run, self._on_gpu, self._ahead = run, on_gpu, ahead
+        self._host = 0.0  # seconds of the host in the last call
+        self.seconds: list[float] = []
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            if self._ahead:
+                spin(int(2 * self._host * CLOCK))
+            start, end = timer(), timer()
+            start.record()
+        began = time.perf_counter()
+        result = self._run(*args, **keywords)
+        took = time.perf_counter() - began
+        if self._on_gpu:
+            end.record()
+            end.synchronize()
+            self._host = took if self.seconds else 0.0  # the first call may compile
+            took = start.elapsed_time(end) / 1000
+        self.seconds.append(took)
+        return result
 
 
 def _measure_plain(
-    pipe: Pipeline, x: Any, side: dict[str, Any], repeats: int
+    pipe: Pipeline, x: Any, side: dict[str, Any], repeats: int, how: dict[str, bool]
 ) -> tuple[list[float], list[int]]:
     """Return the seconds of a plain backward and the bytes of its graph, of every stage."""
     stored, graph = [], []
@@ -143,14 +171,14 @@ def _measure_plain(
         with restored(chain):
             x = map_tensors(_as_input, x)
             graph.append(measure_memory(chain, x, **own).held)
-            seconds: list[float] = []
+            watch = _Stopwatch(torch.autograd.backward, **how)
             for _ in range(repeats):
                 y = chain(x, **own)
                 outputs = [tensor for tensor in tensors_of(y) if tensor.requires_grad]
                 grads = [torch.ones_like(output) for output in outputs]
                 if outputs:
-                    _timed(torch.autograd.backward, seconds)(outputs, grads)
-            stored.append(median(seconds or [0.0]))
+                    watch(outputs, grads)
+            stored.append(median(watch.seconds or [0.0]))
             with torch.no_grad():
                 x = chain(x, **own)
     return stored, graph
@@ -164,8 +192,3 @@ def _message_bytes(inbox: dict[int, Any]) -> int:
     """Return the bytes of a message in an inbox; 0 if none travels there."""
     message = next(iter(inbox.values()), None)
     return 0 if message is None else count_bytes((message.flow.value, message.grads), set())
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -5,10 +5,16 @@ import torch
 from support.pipelines import CUTS, batches, build, network
 
 import redivider as rd
+from redivider.pipeline.simulate import ASYNCHRONOUS as METHODS
 
 
-@pytest.mark.parametrize("method", ["petra", "dsp", "exact-inverse"])
-@pytest.mark.parametrize("latency", [0.5, 1, 2])
+@pytest.mark.parametrize(
+    ("method", "latency"),
+    [
+        *[(method, 1) for method in METHODS],
+        *[(method, latency) for method in ("petra", "dsp") for latency in (0.5, 2)],
+    ],
+)
 def test_predicted_bytes_are_those_that_a_pipeline_holds(method, latency):
     cut = CUTS[5]
     x, _ = next(batches(1))
