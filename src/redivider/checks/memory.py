@@ -188,13 +188,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         for storage in _storages((args, kwargs)):  # if unknown, allocated outside: counts 0
             self._remember(storage, 0)
-        result = self._run(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             self._remember(storage, storage.nbytes())
         return result
-
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
 
     def _remember(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata

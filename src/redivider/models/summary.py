@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
@@ -141,27 +140,14 @@ def _num_bytes(tree: Any) -> int:
 
 def _build(name: str, batch: int, options: dict[str, Any]) -> tuple[Chain, Tensor]:
     """Return a model and a batch for it, on the meta device."""
-    with _NoInit():
-        model = create_model(name, device="meta", **options)
+    model = create_model(name, device="meta", **options)
     model.check_every = 0
     with torch.device("meta"):
         return model, resolve(name, **options)[1].example(batch)
 
 
-class _NoInit(TorchFunctionMode):
-    """Mode in which `torch.nn.init` does nothing: on meta it is slow, and has no effect."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", "") == nn.init.__name__:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
-
-
 class _Counter(Live):  # type: ignore[no-untyped-call]
-    """Counter of live bytes and FLOPs, with torch's FLOP formulas at half its counter's time."""
+    """Counter of live bytes and FLOPs, by torch's FLOP formulas."""
 
     flops = 0
 
@@ -173,51 +159,6 @@ class _Counter(Live):  # type: ignore[no-untyped-call]
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
-
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Reuse the result of an earlier equal call: shape inference on the meta device is slow."""
-        if not _returns_new_tensors(func):
-            return super()._run(func, args, kwargs)
-        # By repr, since 2 == 2.0 but the results differ in dtype.
-        key = (func, repr(_to_specs((args, tuple(kwargs.items())))))
-        if key not in _results:
-            result = super()._run(func, args, kwargs)
-            if not all(tensor.is_meta for tensor in tensors_of((args, kwargs, result))):
-                return result
-            _results[key] = _to_specs(result)
-        return _from_specs(_results[key])
-
-
-@dataclass(frozen=True)
-class _TensorSpec:
-    """Metadata of a tensor, without its values."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-_results: dict[Any, Any] = {}  # specs of the results, by function and arguments
-
-
-def _to_specs(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return _TensorSpec(tree.shape, tree.stride(), tree.dtype, tree.device)
-    return tuple(map(_to_specs, tree)) if isinstance(tree, list | tuple) else tree
-
-
-def _from_specs(tree: Any) -> Any:
-    if isinstance(tree, _TensorSpec):
-        return torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
-    return tuple(map(_from_specs, tree)) if isinstance(tree, tuple) else tree
-
-
-@cache
-def _returns_new_tensors(func: Any) -> bool:
-    """Return True if no result shares memory with an argument and no argument is written to."""
-    schema = func._schema
-    return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
 
 
 class Fused(TorchFunctionMode):
