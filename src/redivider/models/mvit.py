@@ -24,8 +24,8 @@ from redivider.models.parts import (
     DropPath,
     First,
     Linear,
+    Mean,
     Norm,
-    Pool,
     Positions,
     Residual,
     Units,
@@ -232,6 +232,6 @@ def rev_mvit(options: Options) -> Units:
             units |= {name: Coupling(f) for name, f in layer.functions()}
     width = 2 * options.width_out
     head = named(
-        pool=Pool(1), norm=Norm(width), classes=Linear(width, options.num_classes, std=STD)
+        pool=Mean(1), norm=Norm(width), classes=Linear(width, options.num_classes, std=STD)
     )
     return {**units, "head": head}

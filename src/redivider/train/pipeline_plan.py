@@ -95,7 +95,7 @@ def plan_pipeline(
     costs = UnitCosts(
         seconds=tuple(unit.flops / flops for unit in units),
         kept=tuple(unit.kept for unit in units),
-        graph=tuple(unit.graph for unit in units),
+        graph=tuple(max(0, int(unit.graph)) for unit in units),
         output=tuple(unit.output for unit in units),
         weights=tuple(unit.weights for unit in units),
     )
