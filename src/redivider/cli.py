@@ -68,11 +68,6 @@ def run_command(command: Callable[[], int], *, debug: bool) -> int:
 def _dispatch(words: list[str]) -> int:
     """Parse the command line, and run the subcommand."""
     command = words[0] if words else ""
-    if command == "reproduce":
-        raise Usage(
-            "`redivider reproduce` is now `python experiments/run.py` in a checkout of the "
-            "repository; `redivider --help` lists the commands"
-        )
     if command and not command.startswith("-") and command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS, "`redivider --help` lists all")
         raise Usage(f"there is no command {command!r}; {hint}")

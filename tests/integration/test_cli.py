@@ -92,14 +92,6 @@ def test_help_texts_are_sentences(capsys):
         assert description[0].isupper() and description.endswith("."), usage
 
 
-def test_a_command_that_has_moved_says_where(capsys):
-    for words in (["reproduce"], ["reproduce", "methods", "--epochs", "0.1"]):
-        assert main(words) == 2
-        said = capsys.readouterr()
-        assert "is now `python experiments/run.py` in a checkout" in said.err
-        assert said.out == "" and said.err.count("\n") == 1
-
-
 def test_the_beginning_of_a_name_is_enough(capsys):
     assert main(["models", "rev_gpt"]) == 0
     assert "rev_gpt_nano" in capsys.readouterr().out

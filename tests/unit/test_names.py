@@ -48,6 +48,7 @@ def test_the_core_imports_nothing_but_torch():
     optional = {
         ("train/progress.py", "tqdm"),
         ("train/plots.py", "matplotlib"),
+        ("pipeline/diagnostics/timeline.py", "matplotlib"),
         ("backward/quantizer_kernels.py", "triton"),  # comes with torch where there are GPUs for it
     }
     files = sorted(package.rglob("*.py"))

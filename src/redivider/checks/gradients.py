@@ -1,7 +1,6 @@
 """Comparison of a chain's gradients with those of plain backprop."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from redivider.chain import Chain
 from redivider.checks.report import Errors, verify_chain, widen
-from redivider.checks.restore import restored
+from redivider.checks.restore import restored, running_by
 from redivider.errors import UnitError
 from redivider.replay.autocast import is_autocast_enabled
 from redivider.tree import tensors_of
@@ -39,7 +38,7 @@ def check_gradients(
     if not wanted:
         raise ValueError("neither a parameter nor the input requires grad: nothing to compare")
     got = _gradients(chain, x, side, list(wanted.values()))
-    with _storing(chain):
+    with running_by("store", chain):
         true = _gradients(chain, x, side, list(wanted.values()))
     if tolerance is None:
         first = next(iter(wanted.values()))
@@ -60,19 +59,6 @@ def check_gradients(
                 f"{tolerance:.1e}\n{report}"
             )
     return report
-
-
-@contextmanager
-def _storing(chain: Chain) -> Iterator[None]:
-    """Run a chain, and all chains inside it, by plain backprop."""
-    configured = [(child, child.backward) for child in chain.modules() if isinstance(child, Chain)]
-    try:
-        for child, _ in configured:
-            child.backward = "store"
-        yield
-    finally:
-        for child, backward in configured:
-            child.backward = backward
 
 
 def _gradients(

@@ -1,7 +1,6 @@
 """Memory that training takes, measured on any device."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from redivider._torch_private import TorchDispatchMode
 from redivider.chain import Chain
-from redivider.checks.restore import restored
+from redivider.checks.restore import restored, running_by
 from redivider.errors import UnitError
 from redivider.tree import tensors_of
 
@@ -111,29 +110,15 @@ def compare_memory(
     """
     if isinstance(backward, str):
         raise TypeError(f"backward is a list of names: write backward=[{backward!r}]")
-    chains = [module for module in model.modules() if isinstance(module, Chain)]
-    if not chains:
+    if not any(isinstance(module, Chain) for module in model.modules()):
         name = type(model).__name__
         raise TypeError(f"compare_memory takes a Chain, or a module with chains, got {name}")
     memories = {}
     for name in backward:
-        with _by(chains, name):
+        with running_by(name, model):
             memories[name] = measure_memory(model, x, **side)
     gradients = sum(param.nbytes for param in model.parameters() if param.requires_grad)
     return MemoryComparison(memories, gradients)
-
-
-@contextmanager
-def _by(chains: Sequence[Chain], backward: str) -> Iterator[None]:
-    """Let chains run by a kind of backward inside the context."""
-    before = [chain.backward for chain in chains]
-    try:
-        for chain in chains:
-            chain.backward = backward
-        yield
-    finally:
-        for chain, own in zip(chains, before, strict=True):
-            chain.backward = own
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -188,13 +173,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         for storage in _storages((args, kwargs)):  # if unknown, allocated outside: counts 0
             self._remember(storage, 0)
-        result = self._run(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             self._remember(storage, storage.nbytes())
         return result
-
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
 
     def _remember(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata

@@ -1,5 +1,6 @@
 """Errors by unit or parameter, as the checks report them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,18 @@ class Errors:
             for note, names in units.items()
         ]
         return "\n".join([f"{self.what}: at most {self.worst:.1e}", *rows, *more, *notes])
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows as a table, the first column flush left, all others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def verify_chain(chain: Any) -> None:

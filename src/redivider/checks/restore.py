@@ -34,3 +34,16 @@ def restored(module: nn.Module) -> Iterator[None]:
                     if buffer.is_meta or torch.equal(buffer, value):
                         continue  # a write would raise its version, and count as a change
                     buffer.copy_(value)
+
+
+@contextmanager
+def running_by(backward: str, module: nn.Module) -> Iterator[None]:
+    """Run all chains of a module by a kind of backward inside the context."""
+    configured = [(child, child.backward) for child in module.modules() if isinstance(child, Chain)]
+    try:
+        for chain, _ in configured:
+            chain.backward = backward
+        yield
+    finally:
+        for chain, own in configured:
+            chain.backward = own

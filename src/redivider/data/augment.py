@@ -37,16 +37,14 @@ class Normalise:
         std: tuple[float, ...],
         *,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
     ) -> None:
         centre, spread = torch.tensor([mean, std], dtype=torch.float64).view(2, 1, -1, 1, 1)
         self._scale = (1 / (255 * spread)).to(device, torch.float32)
         self._shift = (centre / spread).to(device, torch.float32)
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        self._dtype = dtype
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Normalise a batch; compute in float32, whatever the dtype of the result."""
+        """Normalise a batch, to float32."""
         normalised = images.float().mul_(self._scale).sub_(self._shift)
-        return normalised.to(self._dtype, memory_format=self._format)
+        return normalised.to(memory_format=self._format)

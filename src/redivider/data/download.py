@@ -1,7 +1,7 @@
 """Downloads with a checksum: a file is complete, or it does not appear."""
 
 import hashlib
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -21,53 +21,31 @@ def download(url: str, path: Path, *, md5: str, timeout: float = 30) -> None:
         md5: Checksum that its publisher lists.
         timeout: Seconds to wait for an answer.
     """
-    advice = (
-        f"put {path.name} into {path.parent}, or take a folder that has it, by {VARIABLE} or "
-        "--data-folder"
-    )
     try:
         with atomic_write(path) as partial:
-            try:
-                _fetch(url, partial, md5=md5, timeout=timeout)
-            except _DownloadFailed as error:
-                raise DataError(f"cannot download {url} ({reason(error)}); {advice}") from None
-    except OSError as error:
+            _fetch(url, partial, md5=md5, timeout=timeout)
+    except (OSError, HTTPException) as error:
+        if isinstance(error, HTTPError):
+            error.close()  # its connection
         raise DataError(
-            f"cannot write {path.name} to {path.parent} ({reason(error)}); "
-            f"make room there, or take another folder, by {VARIABLE} or --data-folder"
+            f"cannot download {url} ({reason(error)}); put {path.name} into {path.parent}, or take "
+            f"a folder that has it, or has room for it, by {VARIABLE} or --data-folder"
         ) from None
-
-
-class _DownloadFailed(Exception):
-    """Download that failed, ended early, or has another checksum."""
 
 
 def _fetch(url: str, path: Path, *, md5: str, timeout: float) -> None:
     tqdm = require("tqdm", "a download").tqdm
-    try:
-        response = urlopen(url, timeout=timeout)
-    except HTTPError as error:
-        with error:  # closes the connection
-            raise _DownloadFailed(reason(error)) from None
-    except (OSError, HTTPException) as error:
-        raise _DownloadFailed(reason(error)) from None
+    response = urlopen(url, timeout=timeout)
     digest = hashlib.md5(usedforsecurity=False)
     size = int(response.headers.get("Content-Length") or 0)
     path.parent.mkdir(parents=True, exist_ok=True)  # only now, when the URL has answered
     bar = tqdm(total=size or None, desc=path.name, unit="B", unit_scale=True, leave=False)
     with response, bar, path.open("wb") as file:
-        while chunk := _read(response):
+        while chunk := response.read(CHUNK):
             file.write(chunk)
             digest.update(chunk)
             bar.update(len(chunk))
         if file.tell() < size:
-            raise _DownloadFailed(f"it ended after {file.tell():,} of {size:,} bytes")
+            raise OSError(f"it ended after {file.tell():,} of {size:,} bytes")
     if digest.hexdigest() != md5:
-        raise _DownloadFailed(f"its md5 is {digest.hexdigest()}, not {md5}")
-
-
-def _read(response: HTTPResponse) -> bytes:
-    try:
-        return response.read(CHUNK)
-    except (OSError, HTTPException) as error:
-        raise _DownloadFailed(reason(error)) from None
+        raise OSError(f"its md5 is {digest.hexdigest()}, not {md5}")

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,6 @@ class Folder:
         train: bool,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
         num_workers: int | None = None,
     ) -> "FolderBatches":
@@ -92,21 +92,14 @@ class Folder:
                 order.
             seed: Seed of the order, the crops and the flips.
             device: Device of the batches.
-            dtype: Dtype of the images in a batch.
             channels_last: Whether the images have the channels-last memory format.
             num_workers: Number of processes that decode ahead for `since`; 0 for none, by default
                 one per core, up to 8. The batches do not depend on it.
         """
+        normalise = Normalise(self.mean, self.std, device=device, channels_last=channels_last)
+        workers = min(8, _num_cores()) if num_workers is None else num_workers
         return FolderBatches(
-            self,
-            batch_size,
-            train=train,
-            seed=seed,
-            normalise=Normalise(
-                self.mean, self.std, device=device, dtype=dtype, channels_last=channels_last
-            ),
-            device=device,
-            num_workers=min(8, _num_cores()) if num_workers is None else num_workers,
+            self, normalise, workers, batch_size, train=train, seed=seed, device=device
         )
 
 
@@ -133,18 +126,13 @@ class FolderBatches(Batches):
     def __init__(
         self,
         folder: Folder,
-        batch_size: int,
-        *,
-        train: bool,
-        seed: int,
         normalise: Normalise,
-        device: torch.device | str,
         num_workers: int,
+        batch_size: int,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            folder.name, len(folder), batch_size, train=train, seed=seed, device=device
-        )
-        self._reader = _Reader(folder, train=train, seed=self.seed)
+        super().__init__(folder.name, len(folder), batch_size, **options)
+        self._reader = _Reader(folder, train=self.train, seed=self.seed)
         self._normalise, self._num_workers = normalise, num_workers
 
     def _take(self, span: Span) -> Batch:

@@ -1,6 +1,7 @@
 """Images in memory: bytes that are moved to the device once, and batches built there."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class Images:
         assert self.pixels.dtype == torch.uint8 and self.pixels.dim() == 4
         assert self.labels.dtype == torch.int64 and self.labels.shape == (num,)
         assert len(self.mean) == len(self.std) == channels
+        assert 0 <= self.padding < self.image_size
         if num and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < self.num_classes:
             raise DataError(f"{self.name} has labels outside 0 to {self.num_classes - 1}")
 
@@ -62,10 +64,7 @@ class Images:
         train: bool,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
-        padding: int | None = None,
-        flip: bool | None = None,
     ) -> "ImageBatches":
         """Return batches of normalised images and their labels.
 
@@ -75,24 +74,10 @@ class Images:
             seed: Seed of the order, the crops and the flips.
             device: Device of the batches; the images are moved there if they fill at most half of
                 its free memory.
-            dtype: Dtype of the images in a batch.
             channels_last: Whether the images have the channels-last memory format.
-            padding: Border of zeros for random crops; by default that of the data set, 0 for no
-                random crop.
-            flip: Whether to mirror half of the images; by default that of the data set.
         """
-        return ImageBatches(
-            self,
-            batch_size,
-            train=train,
-            seed=seed,
-            normalise=Normalise(
-                self.mean, self.std, device=device, dtype=dtype, channels_last=channels_last
-            ),
-            device=device,
-            padding=self.padding if padding is None else padding,
-            flip=self.flip if flip is None else flip,
-        )
+        normalise = Normalise(self.mean, self.std, device=device, channels_last=channels_last)
+        return ImageBatches(self, normalise, batch_size, train=train, seed=seed, device=device)
 
 
 @dataclass(frozen=True)
@@ -110,28 +95,12 @@ class ImageBatches(Batches):
     """Batches of images in memory, created by `Images.batches`."""
 
     def __init__(
-        self,
-        images: Images,
-        batch_size: int,
-        *,
-        train: bool,
-        seed: int,
-        normalise: Normalise,
-        device: torch.device | str,
-        padding: int,
-        flip: bool,
+        self, images: Images, normalise: Normalise, batch_size: int, **options: Any
     ) -> None:
-        super().__init__(
-            images.name, len(images), batch_size, train=train, seed=seed, device=device
-        )
-        if not 0 <= padding < images.image_size:
-            raise DataError(
-                f"padding must be 0 or more and less than the images' size of {images.image_size}, "
-                f"got {padding}"
-            )
+        super().__init__(images.name, len(images), batch_size, **options)
         storage = self.device if _fits(images.pixels, self.device) else torch.device("cpu")
         self._pixels, self._labels = images.pixels.to(storage), images.labels.to(storage)
-        self._normalise, self._padding, self._flip = normalise, padding, flip
+        self._normalise, self._padding, self._flip = normalise, images.padding, images.flip
         self._epoch: _Epoch | None = None
 
     def _take(self, span: Span) -> Batch:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,13 +85,7 @@ class Text:
         if masked is not None:  # with a fixed seed, so that all runs evaluate on the same targets
             masking = Masking(masked, self.vocabulary.size, seed if train else 0)
         return TextBatches(
-            self,
-            batch_size,
-            context=context,
-            masking=masking,
-            train=train,
-            seed=seed,
-            device=device,
+            self, context, masking, batch_size, train=train, seed=seed, device=device
         )
 
 
@@ -100,13 +95,12 @@ class TextBatches(Batches):
     def __init__(
         self,
         text: Text,
-        batch_size: int,
-        *,
         context: int,
         masking: Masking | None,
+        batch_size: int,
+        *,
         train: bool,
-        seed: int,
-        device: torch.device | str,
+        **options: Any,
     ) -> None:
         extra = 1 if masking is None else 0  # the target of the last token
         num, needed = len(text), 2 * context if train else 1 + extra
@@ -117,7 +111,7 @@ class TextBatches(Batches):
             )
         # In training the first window starts at any of the first `context` tokens.
         num_windows = num // context - 1 if train else -(-(num - extra) // context)
-        super().__init__(text.name, num_windows, batch_size, train=train, seed=seed, device=device)
+        super().__init__(text.name, num_windows, batch_size, train=train, **options)
         self.context = context if masking is None else min(context, num)
         self._masking = masking
         self._offsets = torch.arange(self.context + extra, device=self.device)

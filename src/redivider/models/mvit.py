@@ -24,8 +24,8 @@ from redivider.models.parts import (
     DropPath,
     First,
     Linear,
+    Mean,
     Norm,
-    Pool,
     Positions,
     Residual,
     Units,
@@ -33,7 +33,7 @@ from redivider.models.parts import (
     named,
     residual,
 )
-from redivider.models.patches import OverlappingPatches
+from redivider.models.patches import Patches
 
 SIZES: dict[str, dict[str, Any]] = {
     "base": {"width": 96, "depths": (1, 2, 11, 2), "heads": 1},
@@ -194,7 +194,7 @@ class Shrink(nn.Module):
 def mvit(options: Options) -> Units:
     """Build the units of an MViT: stem, two per layer, head."""
     stem = named(
-        patches=OverlappingPatches(options),
+        patches=Patches(options, overlap=True),
         token=ClassToken(options.width, std=STD),
         positions=Positions(options.num_tokens + 1, options.width),
         dropout=nn.Dropout(options.dropout),
@@ -215,7 +215,7 @@ def mvit(options: Options) -> Units:
 def rev_mvit(options: Options) -> Units:
     """Build the units of a Rev-MViT: stem, two per layer, head."""
     stem = named(
-        patches=OverlappingPatches(options),
+        patches=Patches(options, overlap=True),
         positions=Positions(options.num_tokens, options.width),
         dropout=nn.Dropout(options.dropout),
         streams=Duplicate(),
@@ -232,6 +232,6 @@ def rev_mvit(options: Options) -> Units:
             units |= {name: Coupling(f) for name, f in layer.functions()}
     width = 2 * options.width_out
     head = named(
-        pool=Pool(1), norm=Norm(width), classes=Linear(width, options.num_classes, std=STD)
+        pool=Mean(1), norm=Norm(width), classes=Linear(width, options.num_classes, std=STD)
     )
     return {**units, "head": head}

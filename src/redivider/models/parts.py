@@ -190,28 +190,16 @@ class DropPath(nn.Module):
 
 
 class Mean(nn.Module):
-    """Mean over some dimensions."""
+    """Mean over some dimensions; means of two streams are concatenated."""
 
     def __init__(self, *dims: int) -> None:
         super().__init__()
         self.dims = dims
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(self.dims)
-
-    def extra_repr(self) -> str:
-        return ", ".join(map(str, self.dims))
-
-
-class Pool(nn.Module):
-    """Means of both streams over some dimensions, concatenated: the input of a classifier."""
-
-    def __init__(self, *dims: int) -> None:
-        super().__init__()
-        self.dims = dims
-
-    def forward(self, streams: tuple[Tensor, Tensor]) -> Tensor:
-        return torch.cat([stream.mean(self.dims) for stream in streams], 1)
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        if isinstance(x, Tensor):
+            return x.mean(self.dims)
+        return torch.cat([stream.mean(self.dims) for stream in x], 1)
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.dims))

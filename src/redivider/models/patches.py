@@ -1,78 +1,47 @@
 """Patch embedding: cut images into squares and map each to a token."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Patched(Protocol):
-    """Options that a patch embedding needs."""
-
-    @property
-    def image_size(self) -> int: ...
-    @property
-    def in_channels(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def patch_size(self) -> int: ...
-
-
 class Patches(nn.Module):
-    """Patch embedding with a linear map; `conv` only holds the weights and is never called."""
+    """Patch embedding.
 
-    def __init__(self, options: Patched) -> None:
+    Args:
+        options: Options of a vision transformer.
+        overlap: Whether squares have almost twice the patch size, and overlap, as in MViT.
+    """
+
+    def __init__(self, options: Any, *, overlap: bool = False) -> None:
         super().__init__()
         size = options.patch_size
-        self.image_size = options.image_size
-        self.conv = nn.Conv2d(options.in_channels, options.width, size, stride=size)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the weights of a linear map of a patch."""
-        _draw_as_linear(self.conv)
-
-    def forward(self, x: Tensor) -> Tensor:
-        _verify_images(x, self.conv.in_channels, self.image_size)
-        y: Tensor = _PatchLinear.apply(x, self.conv.weight, self.conv.bias)  # type: ignore[no-untyped-call]
-        return y
-
-
-class OverlappingPatches(nn.Module):
-    """Patch embedding by squares of almost twice the patch size, which overlap, as in MViT."""
-
-    def __init__(self, options: Patched) -> None:
-        super().__init__()
-        size = options.patch_size
-        self.image_size = options.image_size
+        self.image_size, self.overlap = options.image_size, overlap
+        kernel, padding = (2 * size - 1, size - 1) if overlap else (size, 0)
         self.conv = nn.Conv2d(
-            options.in_channels, options.width, 2 * size - 1, stride=size, padding=size - 1
+            options.in_channels, options.width, kernel, stride=size, padding=padding
         )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weights of a linear map of a square."""
-        _draw_as_linear(self.conv)
+        nn.init.xavier_uniform_(self.conv.weight.flatten(1))
+        assert self.conv.bias is not None
+        nn.init.zeros_(self.conv.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        _verify_images(x, self.conv.in_channels, self.image_size)
-        y: Tensor = self.conv(x)
-        return y.flatten(2).transpose(1, 2)
-
-
-def _draw_as_linear(conv: nn.Conv2d) -> None:
-    nn.init.xavier_uniform_(conv.weight.flatten(1))
-    assert conv.bias is not None
-    nn.init.zeros_(conv.bias)
-
-
-def _verify_images(x: Tensor, channels: int, size: int) -> None:
-    if x.dim() != 4 or x.shape[1:] != (channels, size, size):
-        raise ValueError(
-            f"made for batches of images of {channels} x {size} x {size}, got {tuple(x.shape)}"
-        )
+        channels, size = self.conv.in_channels, self.image_size
+        if x.dim() != 4 or x.shape[1:] != (channels, size, size):
+            raise ValueError(
+                f"made for batches of images of {channels} x {size} x {size}, got {tuple(x.shape)}"
+            )
+        if self.overlap:
+            maps: Tensor = self.conv(x)
+            return maps.flatten(2).transpose(1, 2)
+        tokens: Tensor = _PatchLinear.apply(x, self.conv.weight, self.conv.bias)  # type: ignore[no-untyped-call]
+        return tokens
 
 
 class _PatchLinear(torch.autograd.Function):

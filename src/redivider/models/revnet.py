@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from redivider.coupling import Coupling, Streams
 from redivider.junction import Split
-from redivider.models.parts import Pool, Units, conv_norm, named
+from redivider.models.parts import Mean, Units, conv_norm, named
 from redivider.models.resnet import Block, Options
 
 
@@ -60,5 +60,5 @@ def revnet(options: Options) -> Units:
         else transition(block)
         for name, block in options.blocks()
     }
-    head = named(pool=Pool(2, 3), classes=nn.Linear(2 * options.width_out, options.num_classes))
+    head = named(pool=Mean(2, 3), classes=nn.Linear(2 * options.width_out, options.num_classes))
     return {"stem": stem, **blocks, "head": head}

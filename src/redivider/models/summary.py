@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
@@ -43,17 +42,12 @@ def summarise(
     """
     model, x = _build(name, batch, options)
     kept: dict[str, float] = {}
-    reversible = any(isinstance(unit, Coupling) for unit in model)
-    with Fused():
-        for model.backward in ("store", *also):
-            if model.backward.startswith("reverse") and not reversible:
-                continue
-            with _Counter() as counter:
-                y = model(x)
-                kept[model.backward] = counter.bytes / batch
-                del y  # only now: it holds the graph with all that autograd keeps
+    for backward in ("store", *also):
+        if backward.startswith("reverse") and not _is_reversible(model):
+            continue
+        kept[backward], flops = _count(model, x, backward)
     parameters = sum(param.numel() for param in model.parameters())
-    return Summary(parameters, counter.flops / batch, kept)
+    return Summary(parameters, flops, kept)
 
 
 def summarise_by_layer(name: str, *, batch: int = 8) -> Summary:
@@ -63,49 +57,40 @@ def summarise_by_layer(name: str, *, batch: int = 8) -> Summary:
     model without stages all layers cost the same, and one is enough.
     """
     options = resolve(name)[1]
-    field = "depths" if hasattr(options, "depths") else "depth"
-    depths = options.depths if field == "depths" else (options.depth,)
-    shallow = [min(depth, 3 if field == "depths" else 1) for depth in depths]
-    model, x = _build(name, batch, {field: shallow if field == "depths" else shallow[0]})
-    layers: list[tuple[int, int, int]] = []  # parameters, FLOPs and bytes of their units
-    model.backward = "store"
-    with Fused(), _Counter() as counter:
-        y = x
-        for unit_name, unit in model.named_children():
-            flops, size = counter.flops, counter.bytes
-            y = unit(y)
-            if unit_name.startswith(("layer", "block")):
-                num = sum(param.numel() for param in unit.parameters())
-                layers.append((num, counter.flops - flops, counter.bytes - size))
-        flops, size = counter.flops, counter.bytes
-        del y
+    has_stages = hasattr(options, "depths")
+    depths = options.depths if has_stages else (options.depth,)
+    shallow = [min(depth, 3 if has_stages else 1) for depth in depths]
+    built = {"depths": shallow} if has_stages else {"depth": shallow[0]}
+    model, x = _build(name, batch, built)
+    units = _walk(model, x)
     parameters = sum(param.numel() for param in model.parameters())
-    num_units, end = len(layers) // sum(shallow), 0  # per layer
+    flops, stored = sum(unit.flops for unit in units), sum(unit.graph for unit in units)
+    layers = [unit for unit in units if unit.name.startswith(("layer", "block"))]
+    per_layer, end = len(layers) // sum(shallow), 0
     for depth, num_built in zip(depths, shallow, strict=True):
-        end += num_built * num_units
-        for layer in layers[end - num_units : end]:
-            more = [(depth - num_built) * cost for cost in layer]
-            parameters, flops, size = parameters + more[0], flops + more[1], size + more[2]
-    kept = {"store": size / batch}
-    if any(isinstance(unit, Coupling) for unit in model):
-        model.backward = "reverse"
-        with Fused(), _Counter() as counter:
-            y = model(x)
-            kept["reverse"] = counter.bytes / batch
-            del y
-    return Summary(parameters, flops / batch, kept)
+        end += num_built * per_layer
+        for unit in layers[end - per_layer : end]:
+            parameters += (depth - num_built) * unit.parameters
+            flops += (depth - num_built) * unit.flops
+            stored += (depth - num_built) * unit.graph
+    kept = {"store": stored}
+    if _is_reversible(model):
+        kept["reverse"], _ = _count(model, x, "reverse")
+    return Summary(parameters, flops, kept)
 
 
 @dataclass(frozen=True)
 class UnitSummary:
     """Costs of one unit per sample."""
 
+    name: str
+    parameters: int
     flops: float
     """FLOPs of a forward."""
     kept: int
     """Bytes of its input, if it is a junction."""
-    graph: int
-    """Bytes that plain autograd keeps."""
+    graph: float
+    """Bytes that plain autograd keeps; negative where it frees more than that of its input."""
     output: int
     """Bytes of its output."""
     weights: int
@@ -114,25 +99,43 @@ class UnitSummary:
 
 def summarise_units(name: str, *, batch: int = 8, **options: Any) -> list[UnitSummary]:
     """Count FLOPs and bytes of every unit of a model, per sample."""
-    model, x = _build(name, batch, options)
+    return _walk(*_build(name, batch, options))
+
+
+def _walk(model: Chain, x: Tensor) -> list[UnitSummary]:
+    """Run the units one by one, by plain autograd, and count what each adds."""
     model.backward = "store"
-    units, size = [], _num_bytes(x) // batch
+    units, batch, y = [], len(x), x
     with Fused(), _Counter() as counter:
-        y = x
-        for unit in model:
-            flops, held, kept = counter.flops, counter.bytes, size
+        for name, unit in model.named_children():
+            flops, held, kept = counter.flops, counter.bytes, _num_bytes(y)
             y = unit(y)
-            size = _num_bytes(y) // batch
             units.append(
                 UnitSummary(
+                    name,
+                    sum(param.numel() for param in unit.parameters()),
                     (counter.flops - flops) / batch,
-                    0 if isinstance(unit, Coupling) else kept,
-                    max(counter.bytes - held, 0) // batch,
-                    size,
+                    0 if isinstance(unit, Coupling) else kept // batch,
+                    (counter.bytes - held) / batch,
+                    _num_bytes(y) // batch,
                     sum(param.nbytes for param in unit.parameters()),
                 )
             )
     return units
+
+
+def _count(model: Chain, x: Tensor, backward: str) -> tuple[float, float]:
+    """Return bytes and FLOPs of a forward per sample, with a kind of backward."""
+    model.backward = backward
+    with Fused(), _Counter() as counter:
+        y = model(x)
+        size = counter.bytes
+        del y  # only now: it holds the graph with all that autograd keeps
+    return size / len(x), counter.flops / len(x)
+
+
+def _is_reversible(model: Chain) -> bool:
+    return any(isinstance(unit, Coupling) for unit in model)
 
 
 def _num_bytes(tree: Any) -> int:
@@ -141,27 +144,14 @@ def _num_bytes(tree: Any) -> int:
 
 def _build(name: str, batch: int, options: dict[str, Any]) -> tuple[Chain, Tensor]:
     """Return a model and a batch for it, on the meta device."""
-    with _NoInit():
-        model = create_model(name, device="meta", **options)
+    model = create_model(name, device="meta", **options)
     model.check_every = 0
     with torch.device("meta"):
         return model, resolve(name, **options)[1].example(batch)
 
 
-class _NoInit(TorchFunctionMode):
-    """Mode in which `torch.nn.init` does nothing: on meta it is slow, and has no effect."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", "") == nn.init.__name__:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
-
-
 class _Counter(Live):  # type: ignore[no-untyped-call]
-    """Counter of live bytes and FLOPs, with torch's FLOP formulas at half its counter's time."""
+    """Counter of live bytes and FLOPs, by torch's FLOP formulas."""
 
     flops = 0
 
@@ -173,51 +163,6 @@ class _Counter(Live):  # type: ignore[no-untyped-call]
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
-
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Reuse the result of an earlier equal call: shape inference on the meta device is slow."""
-        if not _returns_new_tensors(func):
-            return super()._run(func, args, kwargs)
-        # By repr, since 2 == 2.0 but the results differ in dtype.
-        key = (func, repr(_to_specs((args, tuple(kwargs.items())))))
-        if key not in _results:
-            result = super()._run(func, args, kwargs)
-            if not all(tensor.is_meta for tensor in tensors_of((args, kwargs, result))):
-                return result
-            _results[key] = _to_specs(result)
-        return _from_specs(_results[key])
-
-
-@dataclass(frozen=True)
-class _TensorSpec:
-    """Metadata of a tensor, without its values."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-_results: dict[Any, Any] = {}  # specs of the results, by function and arguments
-
-
-def _to_specs(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return _TensorSpec(tree.shape, tree.stride(), tree.dtype, tree.device)
-    return tuple(map(_to_specs, tree)) if isinstance(tree, list | tuple) else tree
-
-
-def _from_specs(tree: Any) -> Any:
-    if isinstance(tree, _TensorSpec):
-        return torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=tree.device)
-    return tuple(map(_from_specs, tree)) if isinstance(tree, tuple) else tree
-
-
-@cache
-def _returns_new_tensors(func: Any) -> bool:
-    """Return True if no result shares memory with an argument and no argument is written to."""
-    schema = func._schema
-    return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
 
 
 class Fused(TorchFunctionMode):

@@ -19,8 +19,8 @@ from redivider.models.parts import (
     ClassToken,
     First,
     Linear,
+    Mean,
     Norm,
-    Pool,
     Positions,
     Residual,
     Units,
@@ -92,7 +92,7 @@ def rev_vit(options: Options) -> Units:
     )
     layers = {name: Coupling(f) for name, f in options.functions()}
     head = named(
-        pool=Pool(1),
+        pool=Mean(1),
         norm=Norm(2 * options.width),
         classes=Linear(2 * options.width, options.num_classes, std=0.02),
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from redivider.checks.report import format_table
 from redivider.models.catalogue import resolve
 from redivider.train.build import build, resolved
 from redivider.train.engine import PipelineEngine
@@ -160,14 +161,7 @@ def table(rows: Sequence[Row]) -> str:
         cells = [row.name, metric, f"{row.result.seconds:.1f}", _mib(row.held)]
         held = row.run.held_by_depth()
         lines.append([*cells, *(_mib(held.get(depth)) for depth in depths)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    return format_table(lines)
 
 
 def _mib(size: int | None) -> str:

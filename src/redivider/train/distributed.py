@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from redivider.initial import materialise
 from redivider.pipeline.diagnostics.memory import Holding
+from redivider.pipeline.diagnostics.timeline import Spans
 from redivider.pipeline.distributed import DistributedPipeline
 from redivider.pipeline.pipeline import Pipeline
 from redivider.pipeline.schedule import Action
-from redivider.train.engine import PipelineEngine, Spans
+from redivider.train.engine import PipelineEngine
 from redivider.train.processes import Ranks
 from redivider.train.recipe import Recipe
 from redivider.train.schedule import Schedule

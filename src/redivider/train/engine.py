@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,8 @@ from redivider.errors import CaptureError
 from redivider.gpu.capture import capture
 from redivider.pipeline.checkpoint.files import StateError
 from redivider.pipeline.diagnostics.memory import Holding, holdings
-from redivider.pipeline.diagnostics.timeline import measured_spans
+from redivider.pipeline.diagnostics.timeline import Spans, measured_spans
 from redivider.pipeline.pipeline import Pipeline
-from redivider.pipeline.schedule import Action
 from redivider.train.errors import TrainError
 from redivider.train.optim import make_optimizer
 from redivider.train.processes import Processes
@@ -28,7 +27,6 @@ from redivider.train.task import Score, Task
 
 logger = logging.getLogger("redivider")
 
-Spans: TypeAlias = dict[Action, tuple[float, float]]
 MESSAGES = {None: None, "bf16": torch.bfloat16, "int8": torch.int8}
 
 

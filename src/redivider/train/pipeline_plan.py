@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from redivider.checks.report import format_table
 from redivider.models.catalogue import list_models
 from redivider.models.summary import summarise_units
 from redivider.pipeline.diagnostics.timeline import draw_spans
@@ -9,12 +10,7 @@ from redivider.pipeline.planner import METHODS, OURS, Choice, Cluster, Planner, 
 from redivider.pipeline.schedule import Action
 from redivider.train.errors import TrainError
 
-NAMES = {
-    "petra": "petra",
-    "delayed-graph": "delayed-graph",
-    "1f1b": "1F1B",
-    "zero-bubble": "zero bubble",
-}
+NAMES = {"1f1b": "1F1B", "zero-bubble": "zero bubble"}
 MAX_DRAWN = 16
 
 
@@ -34,18 +30,8 @@ class PipelinePlan:
     @property
     def table(self) -> str:
         """Table with a row per method."""
-        rows = [
-            "method stages replicas micro-batch k latency samples/s idle late memory".split(),
-            *(self._row(name) for name in METHODS),
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                f"{cell:{'<' if i == 0 else '>'}{width}}"
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
+        head = "method stages replicas micro-batch k latency samples/s idle late memory"
+        return format_table([head.split(), *(self._row(name) for name in METHODS)])
 
     @property
     def picture(self) -> str:
@@ -73,11 +59,11 @@ class PipelinePlan:
 
     def _row(self, name: str) -> list[str]:
         if name not in self.choices:
-            return [NAMES[name], *["-"] * 8, "does not fit"]
+            return [NAMES.get(name, name), *["-"] * 8, "does not fit"]
         choice = self.choices[name]
         own, simulation = choice.candidate, choice.simulation
         return [
-            NAMES[name] + (", recomputed" if own.recompute else ""),
+            NAMES.get(name, name) + (", recomputed" if own.recompute else ""),
             *map(str, (own.stages, own.replicas, own.microbatch, own.accumulate)),
             f"{own.latency:g}" if name in OURS else "-",
             f"{choice.throughput:.4g}",
@@ -109,7 +95,7 @@ def plan_pipeline(
     costs = UnitCosts(
         seconds=tuple(unit.flops / flops for unit in units),
         kept=tuple(unit.kept for unit in units),
-        graph=tuple(unit.graph for unit in units),
+        graph=tuple(max(0, int(unit.graph)) for unit in units),
         output=tuple(unit.output for unit in units),
         weights=tuple(unit.weights for unit in units),
     )

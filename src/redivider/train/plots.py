@@ -7,16 +7,16 @@ or dark mode.
 
 import re
 from collections.abc import Callable, Sequence
-from colorsys import hls_to_rgb
 from dataclasses import dataclass, field, replace
 from html import escape
 from io import StringIO
 from itertools import pairwise
-from math import ceil, floor, inf, isfinite, log10, nan
+from math import ceil, floor, isfinite, log10, nan
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from redivider.errors import require
+from redivider.pipeline.diagnostics.timeline import Spans, paint_spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,17 +63,6 @@ class Series:
     y: list[float]
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Span:
-    """A forward ("F") or backward ("B") of a micro-batch in a stage, in seconds."""
-
-    kind: str
-    stage: int
-    microbatch: int
-    start: float
-    end: float
 
 
 def line_style(run: int) -> tuple[str, str]:
@@ -213,58 +202,19 @@ def ranges(series: Sequence[Series], ylabel: str, *, is_error: bool = False) -> 
     return _draw(SIZE, paint)
 
 
-def ticks(spans: Sequence[Span], max_ticks: int = 12) -> str:
+def ticks(spans: Spans) -> str:
     """Draw stages down and time across: forwards pale, backwards strong."""
-    stages = 1 + max(span.stage for span in spans)
-    # In one process the stages take turns: with many stages a tick is wide, and fewer fit.
-    spans = first_ticks(spans, max(2, min(max_ticks, 120 // (2 * stages))))
-    begin, end = min(span.start for span in spans), max(span.end for span in spans)
-    scale, unit = (1e3, "ms") if end - begin < 1 else (1.0, "s")
-    wide, high = 12.0, min(0.7 + 0.42 * stages, 14.0)
+    first, last = min(start for start, _ in spans.values()), max(end for _, end in spans.values())
+    scale, unit = (1e3, "ms") if last - first < 1 else (1.0, "s")
+    scaled = {action: (scale * start, scale * end) for action, (start, end) in spans.items()}
+    stages = 1 + max(action.stage for action in spans)
 
     def paint(axis: "Axes") -> None:
-        for span in spans:
-            x, width = scale * (span.start - begin), scale * (span.end - span.start)
-            axis.barh(
-                span.stage,
-                width,
-                0.84,
-                left=x,
-                color=_tint(span),
-                edgecolor="white",
-                linewidth=0.3,
-            )
-            # Label the box if the text fits, across or upright; sizes are in points, 72 per inch.
-            points = 72 * (wide - 0.8) * (span.end - span.start) / ((end - begin) or 1)
-            text = f"{span.kind}{span.microbatch}"
-            upright = points < 5.5 * len(text)
-            if points >= 7 and 72 * (high - 0.7) / stages > (4.5 * len(text) if upright else 9):
-                centre = (x + width / 2, span.stage)
-                axis.annotate(
-                    text,
-                    centre,
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color="#111111",
-                    rotation=90 if upright else 0,
-                )
-        axis.set_ylim(stages - 0.5, -0.5)
-        axis.set_xlim(0, scale * (end - begin) or 1)
-        axis.set_yticks(range(0, stages, ceil(stages / 24)))
+        paint_spans(axis, scaled)
         axis.grid(axis="y", visible=False)
         _set_labels(axis, unit, "stage")
 
-    return _draw((wide, high), paint)
-
-
-def first_ticks(spans: Sequence[Span], num_ticks: int) -> list[Span]:
-    """Return the spans until any stage has run `num_ticks` forwards, or as many backwards."""
-    starts: dict[tuple[str, int], list[float]] = {}
-    for span in sorted(spans, key=lambda span: span.start):
-        starts.setdefault((span.kind, span.stage), []).append(span.start)
-    stop = min(times[num_ticks] if len(times) > num_ticks else inf for times in starts.values())
-    return [span for span in spans if span.start < stop]
+    return _draw((12.0, min(0.7 + 0.42 * stages, 14.0)), paint)
 
 
 def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -328,9 +278,3 @@ def _number_stages(axis: "Axes", stages: int) -> None:
     axis.set_xlim(-0.6, stages - 0.4)
     axis.set_xticks(range(0, stages, ceil(stages / 12)))
     axis.grid(axis="x", visible=False)
-
-
-def _tint(span: Span) -> tuple[float, float, float]:
-    # Steps of the golden ratio give neighbours distinct hues, for any number of micro-batches.
-    hue = span.microbatch * 0.618034 % 1
-    return hls_to_rgb(hue, 0.86 if span.kind == "F" else 0.68, 0.65)

@@ -12,8 +12,9 @@ from os.path import commonpath
 from pathlib import Path
 from statistics import fmean, median
 
+from redivider.pipeline.schedule import Action
 from redivider.train import plots
-from redivider.train.plots import Series, Span
+from redivider.train.plots import Series
 from redivider.train.run_folder import write_whole
 from redivider.train.runs import Row, Run, numbers, read_run
 
@@ -49,46 +50,7 @@ the same time: means, with the range of all samples. A cosine and a ratio of 1 a
 colour of its micro-batch. Stages in one process share its processor and take turns: their boxes lie
 one after another. On devices of their own they run at the same time.""",
 }
-_HEAD = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root { color-scheme: light dark; --page: #fff; --ink: #1b1d21; --soft: #5c626c; --rule: #d9dce1 }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #16181c; --ink: #e6e7ea; --soft: #a3a9b3; --rule: #363a42 }
-}
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif }
-main { max-width: 96rem; margin: auto; padding: 1rem clamp(.8rem, 3vw, 2.5rem) 3rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem }
-p { color: var(--soft); max-width: 48rem; margin: .4rem 0; font-size: .87rem }
-.wide { overflow-x: auto } main > .wide { margin-top: 2rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap }
-th, td { padding: .35rem .8rem; border-bottom: 1px solid var(--rule); text-align: right }
-th:first-child { position: sticky; left: 0; background: var(--page); padding-left: 0 }
-th:first-child, td:nth-child(-n+4), thead th:nth-child(-n+4) { text-align: left }
-thead th { color: var(--soft); font-weight: 500; font-size: .87rem }
-tbody th { min-width: 9rem; max-width: 14rem; white-space: normal; overflow-wrap: anywhere }
-.plots {
-  display: grid; gap: 1.2rem 2rem;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, 23rem), 1fr))
-}
-.ticks { grid-template-columns: minmax(0, 1fr) } .ticks svg { min-width: 56rem }
-figure { margin: .6rem 0 0; min-width: 0 } figcaption { font-weight: 600; font-size: .93rem }
-ul { list-style: none; margin: .1rem 0 .3rem; padding: 0 }
-ul { display: flex; flex-wrap: wrap; gap: 0 1.1rem }
-li { font-weight: 400; font-size: .87rem; overflow-wrap: anywhere }
-i { display: inline-block; width: 1.3rem; margin-right: .45rem }
-i { border-top-width: 3px; vertical-align: .25em }
-svg { display: block; width: 100%; height: auto; stroke-linejoin: round }
-svg text { font-family: system-ui, sans-serif !important }
-details { border-bottom: 1px solid var(--rule); padding: .4rem 0 } summary { cursor: pointer }
-dl { columns: 20rem; font-size: .87rem } dl div { display: flex; gap: .6rem; break-inside: avoid }
-dt { color: var(--soft); flex: 0 0 9rem } dd { margin: 0; overflow-wrap: anywhere; min-width: 0 }
-</style></head>
-<body><main>
-<h1>{title}</h1>
-"""
+_TEMPLATE = Path(__file__).with_name("report.html")
 
 
 def write_report(runs: Sequence[Path], out: Path) -> None:
@@ -116,8 +78,8 @@ class _Page:
         parts = [self._facts(), f'<div class="plots">{memory}</div>' if memory else ""]
         parts += [self._table(), *self._curves(), self._quality(), self._rates()]
         parts += [self._ticks(), self._recipes()]
-        head = _HEAD.replace("{title}", escape(self._title()))
-        return head + "\n".join(part for part in parts if part) + "\n</main></body></html>\n"
+        page = _TEMPLATE.read_text().replace("{title}", escape(self._title()))
+        return page.replace("{body}", "\n".join(part for part in parts if part))
 
     def _title(self) -> str:
         folders = [str(run.folder) for _, run in self._runs]
@@ -227,7 +189,11 @@ class _Page:
         figures = []
         for i, run in self._runs:
             rows = [fields for row in run.timeline[-1:] for fields in row.get("spans") or []]
-            spans = [Span(*fields) for fields in rows if None not in fields]
+            spans = {
+                Action(*key): (start, end)
+                for *key, start, end in rows
+                if None not in (*key, start, end)
+            }
             if spans:
                 figures.append(self._figure("", plots.ticks(spans), [Series(i, [], [])]))
         return _section("Ticks", figures, "ticks")

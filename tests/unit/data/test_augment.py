@@ -39,13 +39,11 @@ def test_normalise_is_the_formula():
     torch.testing.assert_close(result.double(), true, rtol=1e-6, atol=1e-6)
 
 
-def test_formats_and_dtypes_hold_the_same_numbers():
+def test_formats_hold_the_same_numbers():
     images = torch.randint(256, (5, 3, 4, 4), dtype=torch.uint8)
     kept = images.clone()
     plain = Normalise(MEAN, STD)(images)
     last = Normalise(MEAN, STD, channels_last=True)(images)
     assert plain.is_contiguous() and last.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(plain, last)
-    half = Normalise(MEAN, STD, dtype=torch.bfloat16)(images)
-    assert torch.equal(half, plain.bfloat16())
     assert torch.equal(images, kept)

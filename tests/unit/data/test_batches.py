@@ -21,9 +21,7 @@ def text_batches(size, **options):
 
 SOURCES = {
     "images": make_images().batches,
-    "channels last": lambda *a, **o: make_images().batches(
-        *a, channels_last=True, dtype=torch.bfloat16, **o
-    ),
+    "channels last": lambda *a, **o: make_images().batches(*a, channels_last=True, **o),
     "text": text_batches,
     "masked text": lambda *a, **o: text_batches(*a, masked=0.3, **o),
 }

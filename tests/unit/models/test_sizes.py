@@ -8,9 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
-from redivider.checks.memory import Live
 from redivider.models.catalogue import FAMILIES, resolve
-from redivider.models.summary import Fused, _Counter, summarise, summarise_by_layer, summarise_units
+from redivider.models.summary import summarise, summarise_by_layer, summarise_units
 
 pytestmark = pytest.mark.slow
 
@@ -153,19 +152,6 @@ def test_counting_on_the_meta_device_is_counting_for_real(name, options):
     assert summary.flops == counter.get_total_flops() / 4
 
 
-@pytest.mark.parametrize(("name", "options"), EACH)
-def test_what_is_known_from_before_counts_as_if_it_were_not(name, options):
-    kept = summarise(name, batch=2, **options).kept
-    model = rd.create_model(name, device="meta", **options)
-    model.check_every = 0
-    x = resolve(name, **options)[1].example(2).to("meta")
-    for model.backward in kept:
-        with Fused(), Live() as live:
-            y = model(x)
-            assert live.bytes / 2 == kept[model.backward]
-            del y
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.prefix)
 def test_a_copy_with_few_layers_tells_what_the_whole_costs(family):
     names = [f"{family.prefix}{size}" for size in family.sizes]
@@ -177,12 +163,6 @@ def test_a_copy_with_few_layers_tells_what_the_whole_costs(family):
 def depths_of(name):
     options = resolve(name)[1]
     return getattr(options, "depths", None) or (options.depth,)
-
-
-def test_numbers_that_are_equal_and_of_other_types_are_not_taken_for_each_other():
-    x = torch.ones(3, dtype=torch.int64, device="meta")
-    with _Counter():
-        assert [(x * number).dtype for number in (2, 2.0)] == [torch.int64, torch.float32]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from redivider.pipeline.schedule import Schedule
+from redivider.pipeline.schedule import Action, Schedule
 from redivider.train import plots
 from redivider.train.report import read_run, write_report
 
@@ -304,16 +304,8 @@ def test_a_broken_recipe(text, tmp_path):
         read_run(folder)
 
 
-def test_the_first_ticks():
-    spans = [plots.Span(*span) for span in spans_of(3, ticks=range(30))]
-    for most in (1, 5, 12):
-        wanted = sum(len(Schedule(3).actions(t)) for t in range(most))
-        assert plots.first_ticks(spans, most) == spans[:wanted]
-    assert plots.first_ticks(spans[:4], 12) == spans[:4]
-
-
 def test_ticks_have_a_box_and_a_number_each():
-    spans = [plots.Span(*span) for span in spans_of(2, ticks=range(7, 10))]
+    spans = {Action(*key): (start, end) for *key, start, end in spans_of(2, ticks=range(7, 10))}
     labels = re.findall(r">([FB]\d+)<", plots.ticks(spans))
     assert sorted(labels) == sorted(f"{span.kind}{span.microbatch}" for span in spans)
 

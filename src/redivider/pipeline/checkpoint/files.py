@@ -19,7 +19,8 @@ import json
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -208,16 +209,18 @@ def _read_part(folder: Path, wanted: Callable[[tuple[Any, ...]], bool]) -> dict[
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise StateError(f"{folder / MANIFEST} is damaged or cut short: its checksum is wrong")
     manifest = json.loads(text)
-    tree = _prune(manifest["tree"], (), wanted)
-    files = {}
-    for name in sorted(set(_files(tree))):
+
+    @cache
+    def load(name: str) -> dict[str, Tensor]:
         path = folder / f"{name}.safetensors"
         if not path.exists():
             raise StateError(f"{path} is missing")
         if _sha256(path) != manifest["files"][path.name]:
             raise StateError(f"{path} is damaged or cut short: its checksum is wrong")
-        files[name] = load_file(path)
-    state: dict[str, Any] = _decode(tree, files)
+        tensors: dict[str, Tensor] = load_file(path)
+        return tensors
+
+    state: dict[str, Any] = _decode(_prune(manifest["tree"], (), wanted), load)
     return state
 
 
@@ -225,19 +228,8 @@ def _prune(tree: Any, path: tuple[Any, ...], wanted: Callable[[tuple[Any, ...]],
     """Return an encoded tree without the entries that are not wanted."""
     if not (isinstance(tree, list) and tree[0] == "dict"):
         return tree
-    pairs = ((key, value, (*path, _decode(key, {}))) for key, value in tree[1:])
+    pairs = ((key, value, (*path, _decode(key))) for key, value in tree[1:])
     return ["dict", *([key, _prune(v, keys, wanted)] for key, v, keys in pairs if wanted(keys))]
-
-
-def _files(tree: Any) -> Iterator[str]:
-    """Yield the file of every tensor in an encoded tree."""
-    if isinstance(tree, list):
-        if tree[0] == "tensor":
-            yield tree[1]
-        else:
-            for item in tree[1:]:
-                for subtree in item if tree[0] == "dict" else [item]:
-                    yield from _files(subtree)
 
 
 def _encode(value: Any, path: tuple[Any, ...], files: dict[str, dict[str, Tensor]]) -> Any:
@@ -290,24 +282,25 @@ def _file(path: tuple[Any, ...]) -> str:
     return prefix + keys[0]
 
 
-def _decode(value: Any, files: dict[str, dict[str, Tensor]]) -> Any:
-    """Return the tree that `_encode` encoded."""
+def _decode(value: Any, load: Callable[[str], dict[str, Tensor]] | None = None) -> Any:
+    """Return the tree that `_encode` encoded; `load` reads the tensors of a file."""
     if not isinstance(value, list):
         return value
     kind, *rest = value
     match kind:
         case "tensor":
             file, key, *order = rest
-            tensor = files[file][key]
+            assert load is not None, "keys hold no tensors"
+            tensor = load(file)[key]
             return tensor.permute([order.index(dim) for dim in range(len(order))])
         case "dtype":
             return getattr(torch, rest[0])
         case "tuple":
-            return tuple(_decode(item, files) for item in rest)
+            return tuple(_decode(item, load) for item in rest)
         case "list":
-            return [_decode(item, files) for item in rest]
+            return [_decode(item, load) for item in rest]
         case "dict":
-            return {_decode(k, files): _decode(v, files) for k, v in rest}
+            return {_decode(k, load): _decode(v, load) for k, v in rest}
     raise StateError(f"the manifest holds an unknown word {kind!r}")
 
 

@@ -12,7 +12,7 @@ that a forward changes have their current values. Rivaud et al. 2025 (PETRA), ap
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import mean
 from typing import Any, TypeAlias
@@ -248,15 +248,7 @@ to delayed      the same against plain backprop's with the weights of every stag
 delayed to end  the second of these against the first: what the delay alone changes
 rebuilt error   of the stage's output as rebuilt by the stage above, relative to its norm
 nan             nothing to compare: no gradient, or nothing was rebuilt"""
-_NAMES = (
-    "cosine",
-    "ratio",
-    "cosine_to_delayed",
-    "ratio_to_delayed",
-    "cosine_of_delayed",
-    "ratio_of_delayed",
-    "rebuilt_error",
-)
+_NAMES = [item.name for item in fields(Quality) if item.type is float]
 _LABELS = {
     "cosine": "pipeline to end-to-end",
     "cosine_of_delayed": "delayed to end-to-end",

@@ -2,14 +2,19 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from colorsys import hls_to_rgb
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from redivider.errors import require
 from redivider.pipeline.schedule import Action, Latency, Schedule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Spans: TypeAlias = dict[Action, tuple[float, float]]
 
@@ -50,7 +55,7 @@ def draw(
 
 def planned_spans(
     stages: int, *, latency: Latency = 1, num_microbatches: int, backward: float = 3.0
-) -> dict[Action, tuple[float, float]]:
+) -> Spans:
     """Return start and end of every action, if a forward takes 1 and all stages are alike.
 
     Args:
@@ -60,7 +65,7 @@ def planned_spans(
         backward: Time of a backward.
     """
     schedule, length = Schedule(stages, latency), 1.0 + backward
-    spans: dict[Action, tuple[float, float]] = {}
+    spans: Spans = {}
     free_at = [0.0] * stages
     for t in range(schedule.num_ticks(num_microbatches)):
         for action in schedule.actions(t, num_microbatches):
@@ -75,7 +80,7 @@ def planned_spans(
     return spans
 
 
-def draw_spans(spans: Mapping[Action, tuple[float, float]], width: int = 120) -> str:
+def draw_spans(spans: Spans, width: int = 120) -> str:
     """Draw spans as text, with stages down and time across, as far as they fit.
 
     A column is as long as the shortest action. A longer action goes on as dashes.
@@ -130,9 +135,7 @@ class Timeline:
         write_chrome_trace(path, self.spans)
 
 
-def plot(
-    path: str | Path, spans: Mapping[Action, tuple[float, float]], unit: str = "seconds"
-) -> None:
+def plot(path: str | Path, spans: Spans, unit: str = "seconds") -> None:
     """Draw spans as a picture: stages down, time across, a colour for every micro-batch.
 
     Args:
@@ -142,24 +145,31 @@ def plot(
     """
     if not spans:
         raise ValueError("there is nothing to draw: no action was run")
-    figures, colours = (require(f"matplotlib.{name}", "a plot") for name in ("figure", "colors"))
     stages = 1 + max(action.stage for action in spans)
-    first = min(start for start, _ in spans.values())
-    length = max(end for _, end in spans.values()) - first
+    figures = require("matplotlib.figure", "a plot")
     figure = figures.Figure((12, 1 + 0.4 * stages), layout="constrained")
     axis = figure.subplots()
-    for (kind, stage, microbatch), (start, end) in spans.items():
-        colour = colours.to_rgba(f"C{microbatch % 10}", 0.35 if kind == "F" else 0.8)
-        axis.barh(
-            stage, end - start, 0.9, left=start - first, color=colour, edgecolor="white", lw=0.5
-        )
-        text = f"{kind}{microbatch}"
-        if (end - start) / length > 0.007 * len(text):  # of the width, about that of the text
-            axis.text((start + end) / 2 - first, stage, text, ha="center", va="center", size=8)
-    axis.set(xlabel=unit, ylabel="stage", yticks=range(stages), xlim=(0, length))
-    axis.invert_yaxis()
-    axis.set_title("forwards pale, backwards strong", size=9)
+    paint_spans(axis, spans)
+    axis.set(xlabel=unit, ylabel="stage", title="forwards pale, backwards strong")
     figure.savefig(path)
+
+
+def paint_spans(axis: "Axes", spans: Spans) -> None:
+    """Draw spans on the axis of a plot that is 12 inches wide; the first begins at 0."""
+    stages = 1 + max(action.stage for action in spans)
+    first = min(start for start, _ in spans.values())
+    length = max(end for _, end in spans.values()) - first or 1.0
+    for (kind, stage, microbatch), (start, end) in spans.items():
+        # Steps of the golden ratio give neighbours distinct hues, for any number of micro-batches.
+        colour = hls_to_rgb(microbatch * 0.618034 % 1, 0.86 if kind == "F" else 0.68, 0.65)
+        left, size = start - first, end - start
+        axis.barh(stage, size, 0.9, left=left, color=colour, edgecolor="white", linewidth=0.5)
+        text = f"{kind}{microbatch}"
+        if size / length > 0.007 * len(text):  # of the width, about that of the text
+            centre = left + size / 2, stage
+            axis.text(*centre, text, ha="center", va="center", size=8, color="#111111")
+    axis.set(xlim=(0, length), ylim=(stages - 0.5, -0.5))
+    axis.set_yticks(range(0, stages, ceil(stages / 24)))
 
 
 class Observed(Protocol):
@@ -169,7 +179,7 @@ class Observed(Protocol):
 
 
 @contextmanager
-def measured_spans(pipe: Observed) -> Iterator[dict[Action, tuple[float, float]]]:
+def measured_spans(pipe: Observed) -> Iterator[Spans]:
     """Measure start and end, in seconds, of every action that a pipeline runs in a `with` block.
 
         with timeline.measured_spans(pipe) as spans:
@@ -178,7 +188,7 @@ def measured_spans(pipe: Observed) -> Iterator[dict[Action, tuple[float, float]]
 
     On a GPU these are the times at which the host queues the work, not those at which it runs.
     """
-    spans: dict[Action, tuple[float, float]] = {}
+    spans: Spans = {}
     before = pipe.observer
     pipe.observer = lambda action, start: spans.update({action: (start, time.perf_counter())})
     try:
@@ -187,7 +197,7 @@ def measured_spans(pipe: Observed) -> Iterator[dict[Action, tuple[float, float]]
         pipe.observer = before
 
 
-def write_chrome_trace(path: str | Path, spans: Mapping[Action, tuple[float, float]]) -> None:
+def write_chrome_trace(path: str | Path, spans: Spans) -> None:
     """Write spans in seconds as a trace for chrome://tracing or Perfetto, a row for each stage."""
     events = [
         {
