@@ -40,7 +40,8 @@ class Images:
         assert self.pixels.dtype == torch.uint8 and self.pixels.dim() == 4
         assert self.labels.dtype == torch.int64 and self.labels.shape == (num,)
         assert len(self.mean) == len(self.std) == channels
-        assert 0 <= self.padding < self.image_size
+        if not 0 <= self.padding < self.image_size:
+            raise DataError(f"padding must be 0 to {self.image_size - 1}, got {self.padding}")
         if num and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < self.num_classes:
             raise DataError(f"{self.name} has labels outside 0 to {self.num_classes - 1}")
 

@@ -131,7 +131,7 @@ def test_bad_input():
     for size in (0, -1, 2.5, True):
         with pytest.raises(DataError, match="batch_size must be a whole number"):
             images.batches(size, train=True)  # type: ignore[arg-type]
-    with pytest.raises(AssertionError):
+    with pytest.raises(DataError, match="padding"):
         replace(images, padding=32)
     batches = images.batches(8, train=True)
     with pytest.raises(IndexError, match="no step -1"):
