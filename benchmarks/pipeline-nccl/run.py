@@ -42,7 +42,7 @@ def main() -> None:
     """Run both ranks and print the tables."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
-        mp.spawn(work, (str(store),), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+        mp.spawn(work, (str(store),), nprocs=2)  # type: ignore[no-untyped-call]
 
 
 def work(rank: int, store: str) -> None:

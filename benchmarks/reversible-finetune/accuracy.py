@@ -77,7 +77,7 @@ def gpt(args: argparse.Namespace) -> Task:
 
     def make_model() -> Any:
         config = transformers.GPT2Config(vocab_size=256, n_positions=context, **small)
-        return transformers.GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+        return transformers.GPT2LMHeadModel(config)
 
     def loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens).logits.flatten(0, 1).float(), targets.flatten())
@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
     task = {"gpt": gpt, "vit": vit}[args.task](args)
     print(f"before: {task.evaluate(base(task, args)):.4f}", flush=True)
     done = args.out.read_text().splitlines() if args.out and args.out.exists() else []

@@ -51,7 +51,7 @@ def make_step(method: str, device: str, size: dict[str, Any]) -> Callable[[Tenso
     """Return a function that runs forward and backward of the model on tokens."""
     config = transformers.LlamaConfig(**size, max_position_embeddings=2**20)
     with torch.device(device):
-        model: Any = transformers.LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+        model: Any = transformers.LlamaForCausalLM(config)
     model.to(torch.bfloat16 if device == "cuda" else torch.float32).train()
     head = rd.ChunkedCrossEntropy(model.lm_head)
     body: Any = model.model
@@ -181,7 +181,7 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def write(method: str, args: argparse.Namespace) -> None:
     """Measure a method, and write a line."""
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
     row = measure(method, args)
     if args.out is not None:
         with args.out.open("a") as file:

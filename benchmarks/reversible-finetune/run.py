@@ -80,7 +80,7 @@ def make_model(args: argparse.Namespace, depth: int, method: str) -> Any:
         vocab_size=1024,
     )
     with torch.device(args.device):
-        model: Any = transformers.GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+        model: Any = transformers.GPT2LMHeadModel(config)
     model.train()
     if args.device == "cuda":
         model.to(torch.bfloat16)
@@ -151,7 +151,7 @@ def main() -> None:
     run: Callable[..., dict[str, float]] = count if args.device == "cpu" else measure
     num_values = args.batch * args.context * args.width
     rows = []
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
     for method in args.methods:
         cells = [run(args, depth, method) for depth in args.depths]
         span = args.depths[-1] - args.depths[0]

@@ -23,7 +23,8 @@ from torch.distributed import TCPStore
 
 import redivider as rd
 from redivider.pipeline.checkpoint.files import StateError
-from redivider.pipeline.runners.heartbeat import BEAT, FAILURE
+from redivider.pipeline.runners.heartbeat import FAILURE
+from redivider.pipeline.runners.pending import BEAT
 from redivider.pipeline.runners.topology import Team
 
 pytestmark = pytest.mark.slow

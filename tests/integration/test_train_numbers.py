@@ -1,6 +1,7 @@
 """Every number of the log, and every field that changes one, compared to plain torch."""
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from support.training import REVNET, recipe, rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from redivider.data import load
-from redivider.train import clock, loop
 from redivider.train.build import build, num_microbatches
 from redivider.train.engine import BackpropEngine, PipelineEngine
 from redivider.train.loop import train
+from redivider.train.runs import read_run
 from redivider.train.task import Labels, make_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -24,10 +25,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 def test_rates_epochs_and_speed_are_those_of_the_line(tmp_path, monkeypatch):
     times = iter(range(10**6))
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(times)))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(times)))
     config = recipe(method="store", schedule="step", milestones=(0.3,), warmup=0.2)
     train(config, tmp_path / "run")
-    lines = loop.read_run(tmp_path / "run").train
+    lines = read_run(tmp_path / "run").train
     per_epoch = 89
     for line, before in zip(lines, [None, *lines], strict=False):
         update = line["step"] // 2
@@ -251,7 +252,7 @@ def test_fractions_of_epochs_round_as_people_do():
 def test_memory_is_known_whenever_lines_come(log_every, tmp_path):
     config = recipe(method="petra", log_every=log_every)
     train(config, tmp_path / "run")
-    run = loop.read_run(tmp_path / "run")
+    run = read_run(tmp_path / "run")
     assert len(run.memory) == 1 and sum(run.held("activations")) > 0
     assert [row["step"] for row in rows(tmp_path / "run", "memory")] == [6]  # when it is full
     assert len(run.timeline) == 1
@@ -267,7 +268,7 @@ def test_memory_is_what_the_stages_hold(tmp_path):
     holdings = engine.holdings()
     assert holdings is not None and all(held.messages > 0 for held in holdings)
     wanted = [held.activations + held.messages for held in holdings]
-    assert loop.read_run(tmp_path / "run").held("activations") == wanted
+    assert read_run(tmp_path / "run").held("activations") == wanted
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own

@@ -5,26 +5,15 @@ Lines of code, without comments, blank lines and docstrings.
 
 import ast
 import io
-import subprocess
 import sys
 import tokenize
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from support.patience import seconds
+from support.workers import end, start
 
-# A child for each module; they share what torch loads, which takes seconds.
-PRINT_FILES = """
-import importlib, os, sys
-import torch._dynamo
-for wanted in sys.argv[1:]:
-    if os.fork() == 0:
-        importlib.import_module(wanted)
-        for name, module in sorted(sys.modules.items()):
-            if name.split(".")[0] == "redivider" and module.__file__:
-                print(wanted, module.__file__)
-        break
-    assert os.wait()[1] == 0
-"""
 BLANK = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -49,14 +38,31 @@ def count_lines(path: Path) -> int:
     return len(lines - strings)
 
 
+def loaded() -> dict[str, str]:
+    """Return the files of the package that have been imported, by module."""
+    return {
+        name: module.__file__
+        for name, module in sys.modules.items()
+        if name.split(".")[0] == "redivider" and module.__file__
+    }
+
+
+def print_files(wanted: str) -> None:
+    """Import a module of the package and all that it needs anew, and print their files."""
+    for name in loaded():
+        del sys.modules[name]
+    import_module(wanted)
+    print(*loaded().values(), sep="\n")
+
+
 @pytest.mark.slow
-def test_few_lines_are_loaded():
+def test_few_lines_are_loaded(tmp_path):
     limits = {"redivider.chain": 2000, "redivider.pipeline.pipeline": 5000}
-    command = [sys.executable, "-c", PRINT_FILES, *limits]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    pairs = [line.split(maxsplit=1) for line in printed.splitlines()]
     for module, most in limits.items():
-        files = [Path(file) for wanted, file in pairs if wanted == module]
+        output = tmp_path / module
+        process = start(print_files, module, output=output)
+        assert not end([process], seconds(60)) and process.exitcode == 0, output.read_text()
+        files = [Path(file) for file in output.read_text().splitlines()]
         num = sum(map(count_lines, files))
         print(f"{module}: {num} lines of code in {len(files)} files, {most} at most")
         assert 0 < num <= most

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import redivider as rd
-from redivider.cli import main
+from redivider.cli import main as main
 from redivider.pipeline.runners import process_group
 from support.processes.launch import nccl_env
 

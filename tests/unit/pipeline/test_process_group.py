@@ -1,5 +1,6 @@
 """The GPU and the backend that a process chooses; no GPU is needed."""
 
+import faulthandler
 from types import SimpleNamespace
 
 import pytest
@@ -83,10 +84,8 @@ def test_communicators_that_cannot_tell_have_not_failed():
 def test_an_abort_that_fails_leaves_no_timer(monkeypatch):
     calls = []
     later = "dump_traceback_later"
-    monkeypatch.setattr(process_group.faulthandler, later, lambda *_, **__: calls.append("armed"))
-    monkeypatch.setattr(
-        process_group.faulthandler, f"cancel_{later}", lambda: calls.append("cancelled")
-    )
+    monkeypatch.setattr(faulthandler, later, lambda *_, **__: calls.append("armed"))
+    monkeypatch.setattr(faulthandler, f"cancel_{later}", lambda: calls.append("cancelled"))
 
     def refuse():
         raise AttributeError("abort")

@@ -12,7 +12,8 @@ import pytest
 
 from redivider.pipeline.schedule import Action, Schedule
 from redivider.train import plots
-from redivider.train.report import read_run, write_report
+from redivider.train.report import write_report
+from redivider.train.runs import read_run
 
 pytestmark = pytest.mark.slow
 
