@@ -309,20 +309,25 @@ class _Around:
     ) -> dict[int, list[Peak]]:
         """Return the peaks above every block, by its index, and those below the first at -1."""
         peaks: dict[int, list[Peak]] = {number: [] for number in range(-1, len(visits))}
+        first = visits[0].entering
+
+        def add(number: int, since: int, until: int | None, alive: Sequence[Key]) -> None:
+            # What existed before and exists at the end existed at the peak.
+            known = [key for key in alive if key in first and number >= 0]
+            num_bytes = self.meter.peak_without(grads, since, until)
+            peaks[number].append(self._peak(known, num_bytes))
+
         moment = 0
         for number, visit in enumerate(visits):
-            peaks[number - 1].append(self._between(moment, visit.forward[0], grads))
+            add(number - 1, moment, visit.forward[0], visit.alive)
             moment = visit.forward[1]
         top = len(visits) - 1
         for number, visit in reversed(list(enumerate(visits))):
             if visit.backward is not None:
-                peaks[top].append(self._between(moment, visit.backward[0], grads))
+                add(top, moment, visit.backward[0], visit.alive_backward)
                 moment, top = visit.backward[1], number - 1
-        peaks[top].append(self._between(moment, None, grads))
+        add(top, moment, None, ())
         return peaks
-
-    def _between(self, since: int, until: int | None, grads: Sequence[Tensor | None]) -> Peak:
-        return Peak((), self.meter.peak_without(grads, since, until))
 
 
 def _size(tensors: Sequence[Tensor | None]) -> int:
