@@ -221,3 +221,23 @@ def test_only_chains_that_train_have_plans():
     model, x = make()
     with pytest.raises(ValueError, match="no gradient"):
         rd.plan(model.requires_grad_(False), x, memory="1GiB")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")  # the compiler's own
+@pytest.mark.parametrize("how", ["compiled", "autocast"])
+def test_plans_of_compiled_units_and_under_autocast(how):
+    model, x = make()
+    if how == "compiled":
+        model.compile(backend="aot_eager")
+    with torch.autocast("cpu", torch.float16, enabled=how == "autocast"):
+        least = find_least(measure(model, x, {}, loss_of))
+        most = measure_step(model, "store", x, loss_of)
+        plan = rd.plan(model, x, memory=(least + most) // 2, loss=loss_of)
+        grads = []
+        for backward in ("store", plan):
+            model.backward = backward
+            grads.append(torch.autograd.grad(loss_of(model(x)), [*model.parameters()]))
+    assert plan.measured <= plan.predicted <= plan.memory and len({*plan}) > 1
+    for grad, true in zip(*grads, strict=True):
+        assert (grad - true).norm() <= 1e-2 * true.norm()
