@@ -1,15 +1,26 @@
 """Plans on a GPU: the peak of the allocator stays within the budget."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from support.networks import MLP
+from torch import nn
 
 import redivider as rd
+from redivider.budget.blocks import measure_blocks
 from redivider.budget.measure import measure
 from redivider.budget.plan import MARGIN, measure_step
 from redivider.budget.solve import find_least
+from redivider.convert.reversible import set_strategies, strategies_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the compiler's own
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+]
 
 NUM_BUDGETS = 6
 
@@ -103,3 +114,84 @@ def test_compiled_and_captured():
     if "offload" not in model.backward:
         step = rd.capture(step, (x,))
     assert step(x).isfinite()
+
+
+def gpt2(**options) -> Any:
+    """Return a GPT-2 of transformers, reversible, and the keywords of a step."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_positions=512, **options)
+    with torch.device("cuda"):
+        model = transformers.GPT2LMHeadModel(config).train()
+        tokens = torch.randint(config.vocab_size, (4, 512))
+    return rd.make_reversible(model), {"input_ids": tokens, "labels": tokens}
+
+
+def loss_in(output):
+    return output.loss
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_budgets_of_a_reversible_network_are_kept(autocast):
+    model, side = gpt2()
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        least = find_least(measure_blocks(model, None, side, loss_in)[1])
+        least = int(least / (1 - MARGIN)) + 1
+        most = measure_step(model, "store", None, loss_in, **side)
+        for step in range(NUM_BUDGETS):
+            budget = least + step * (most - least) // (NUM_BUDGETS - 1)
+            plan = rd.plan(model, memory=budget, **side)
+            print(plan.memory, plan.predicted, plan.measured, plan.cost, plan.note, *plan)
+            assert plan.measured <= budget
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(64), MLP(64)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captured_steps_of_a_planned_network(compiled):
+    """Under autocast, with blocks compiled or not, it trains as by eager steps."""
+    torch.manual_seed(0)
+    body = nn.Sequential(*(Block() for _ in range(6)))
+    model: Any = nn.Sequential(nn.Linear(8, 64), body, nn.Linear(64, 5)).cuda()
+    rd.make_reversible(model, blocks="1")
+    x = torch.randn(8192, 8, device="cuda")
+    other = copy.deepcopy(model)
+    if compiled:
+        for block in model[1]:
+            block.compile(dynamic=False)
+    with torch.autocast("cuda", torch.bfloat16):
+        least = find_least(measure_blocks(model, x, {}, loss_of)[1])
+        most = measure_step(model, "store", x, loss_of)
+        plan = rd.plan(model, x, memory=(least + 2 * most) // 3, loss=loss_of)
+    assert len({*plan}) > 1 and plan.measured <= plan.memory
+    losses = []
+    for net in (model, other):
+        plan.apply(net)
+        for name, choice in strategies_of(net).items():
+            if choice == "offload":  # which cannot be captured
+                set_strategies(net, {name: "checkpoint"})
+        run = make_step(net)
+        run = rd.capture(run, (x,)) if net is model else run
+        losses.append(torch.stack([run(x).detach() for _ in range(5)]))
+    assert torch.allclose(losses[0], losses[1], rtol=2e-2)
+    assert losses[0][-1] < 0.9 * losses[0][0]
+
+
+def make_step(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_of(model(x))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step

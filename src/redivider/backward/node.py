@@ -6,7 +6,7 @@ frozen stems, `torch.autograd.grad`, hooks, DDP and FSDP2 work as with a plain m
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -66,8 +66,14 @@ class Kept(ABC):
         return outputs
 
 
+_TENSOR = object()  # marks the place of a tensor in an output
+
+
 class KeptInput(Kept):
     """State of a module that keeps its arguments and runs again from them."""
+
+    returns_others = False
+    """True if the output may have other things in it than tensors."""
 
     def __init__(self, name: str, call: Call, *, with_graph: bool) -> None:
         self.name = name
@@ -75,7 +81,8 @@ class KeptInput(Kept):
         self._call = call
         self._with_graph = with_graph
         self._record: Record
-        self.spec: TreeSpec
+        self._leaves: list[Any]  # of the output, without its tensors
+        self._spec: TreeSpec
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         result, self._record = self._call.first_run(tensors, with_graph=self._with_graph)
@@ -83,11 +90,19 @@ class KeptInput(Kept):
 
     def split_output(self, output: Any) -> Sequence[Tensor]:
         """Return the tensors of an output, and remember how they make it up."""
-        tensors, self.spec = tree_flatten(output)
-        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        leaves, self._spec = tree_flatten(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if len(tensors) < len(leaves) and not self.returns_others:
             kind = type(self._call.module).__name__
             raise UnitError(f"{kind} must return tensors, got {type(output).__name__}")
+        self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return tensors
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        """Run the module as a node of the caller's graph, and return its output."""
+        outputs = iter(self.apply(tensors))
+        leaves = [next(outputs) if leaf is _TENSOR else leaf for leaf in self._leaves]
+        return tree_unflatten(leaves, self._spec)
 
     def prepare(
         self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool
@@ -135,7 +150,7 @@ def keep_input(
         num_inputs = len(tensors_of(args))
         kept = keeper.make_kept(name, call, with_graph=exact, num_inputs=num_inputs)
     kept.ahead = ahead
-    return tree_unflatten(kept.apply(tensors), kept.spec)
+    return kept.run(tensors)
 
 
 class _Node(torch.autograd.Function):
@@ -188,7 +203,7 @@ class _Job:
 
     def _node_before(self) -> Any:
         """Return the node of the unit that the backward reaches next, if it is near."""
-        node = _find_node(_previous_nodes(self._ctx))
+        node = _find_node(_previous_nodes(self._ctx), _is_kept)
         return node if node is not None and node.kept.precedes(self.key) else None
 
     def prepare(self, *, flows: bool = True) -> Any:
@@ -223,19 +238,31 @@ class _Job:
             return input_grads
 
 
-def find_kept(node: Any) -> Kept | None:
-    """Return the state of the unit that a node of a graph belongs to, or that is near before it."""
-    near = None if node is None else _find_node([node])
-    return None if near is None else near.kept
+def find_mark(tensor: Tensor, key: Any) -> Any:
+    """Return what `set_mark` has set for a key at a tensor that is near before this one."""
+    queue = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    node = _find_node(queue, lambda node: key in node.metadata)
+    return None if node is None else node.metadata[key]
 
 
-def _find_node(queue: list[Any]) -> Any:
-    """Return the node of a unit among some nodes, and those that the backward reaches next."""
+def set_mark(tensor: Tensor, key: Any, mark: Any) -> None:
+    """Mark the place of a tensor in its graph."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[key] = mark
+
+
+def _is_kept(node: Any) -> bool:
+    return isinstance(getattr(node, "kept", None), Kept)
+
+
+def _find_node(queue: list[Any], is_wanted: Callable[[Any], bool]) -> Any:
+    """Return the first wanted node among some nodes, and those that the backward reaches next."""
     for _ in range(NUM_SEARCHED):
         if not queue:
             return None
         node = queue.pop(0)
-        if isinstance(getattr(node, "kept", None), Kept):
+        if is_wanted(node):
             return node
         queue += _previous_nodes(node)
     return None

@@ -13,6 +13,7 @@ plain network; in the backward a unit is run again at y.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Tape:
         self._y: Tensor  # in that order
         self._position = -1  # of the input that y stands for
         self._codes: list[Code] = []  # from every input to the next
+        self._needed: set[int] = set()  # positions that will be read
 
     def append(self, x: Tensor) -> int:
         """Keep an input; return its position."""
@@ -52,6 +54,7 @@ class Tape:
             self._seek(len(self._codes))
             self._codes.append(encode(x, self._y, self._bits))
         self._position = len(self._codes)
+        self._needed.add(self._position)
         return self._position
 
     def read(self, position: int) -> Tensor:
@@ -63,6 +66,19 @@ class Tape:
             y = y.clamp(-largest, largest)
         places = [self._order.index(dim) for dim in range(y.dim())]
         return y.to(self._dtype, copy=True).permute(places)  # a copy, because y moves on
+
+    def release(self, position: int) -> None:
+        """Forget an input, and the codes beyond the last one that is needed."""
+        self._needed.discard(position)
+        while self._codes and len(self._codes) not in self._needed:
+            self._seek(len(self._codes) - 1)
+            self._codes.pop()
+
+    def restart(self) -> "Tape":
+        """Return a tape that begins with the input that this one knows, in the same memory."""
+        other = copy(self)
+        other._position, other._codes, other._needed = 0, [], {0}
+        return other
 
     def _seek(self, position: int) -> None:
         while self._position > position:
@@ -83,6 +99,12 @@ class Tapes:
     def __init__(self, bits: int = BITS) -> None:
         self._bits = bits
         self._tapes: dict[Any, Tape] = {}
+
+    def restart(self) -> "Tapes":
+        """Return tapes that begin with the inputs that these ones know, in the same memory."""
+        other = Tapes(self._bits)
+        other._tapes = {kind: tape.restart() for kind, tape in self._tapes.items()}
+        return other
 
     def make_kept(self, name: str, call: Call, *, with_graph: bool, num_inputs: int) -> KeptInput:
         """Return the state of a module, whose input goes to a tape if it is one tensor."""
@@ -136,6 +158,8 @@ class KeptOnTape(KeptInput):
                 )
             saved = [self._tape.read(self._position), *saved]
         if not backward_keeps_graph():
+            if self._tape is not None:
+                self._tape.release(self._position)
             self.tapes = self._tape = None  # the caller may hold the loss, and with it the graph
         return super().prepare(saved, needs, flows=flows)
 

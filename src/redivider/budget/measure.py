@@ -7,8 +7,9 @@ leave it are counted apart: they lie between units, and neighbours may share the
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -28,6 +29,7 @@ from redivider.budget.meter import Meter, counting
 from redivider.budget.solve import Key, Option, Peak, Problem
 from redivider.chain import Chain, name_unit, taken
 from redivider.checks.restore import restored
+from redivider.convert.reversible import PLACE
 from redivider.coupling import Coupling
 from redivider.errors import naming
 from redivider.tree import map_tensors, tensors_of
@@ -35,6 +37,12 @@ from redivider.tree import map_tensors, tensors_of
 NUM_TIMED = 5  # runs, of which the median counts
 NUM_IN_ROW = 3  # equal couplings in a row that is timed
 REVERSED = ("reverse", "overlap")
+PLACES = (PLACE, "layer_idx")  # attributes that say where a block is, ours and transformers'
+ON_GPU = ("offload", "overlap")
+# Choices for a junction, for a coupling, and for a block of `rd.make_reversible`.
+JUNCTION = ("store", "checkpoint", "offload")
+COUPLING = (*JUNCTION, *REVERSED)
+BLOCK = (*JUNCTION, "compress")
 
 
 @dataclass(frozen=True)
@@ -68,9 +76,12 @@ class Measured:
     """Usage of a reversed coupling that is not the top of its run."""
 
 
+Run: TypeAlias = Callable[[Any], Any]
+
+
 @dataclass(frozen=True)
 class Part:
-    """A unit, or a loss, and how it is called."""
+    """A unit, a block or a loss, and how it is called."""
 
     module: Any
     side: dict[str, Any]
@@ -78,11 +89,20 @@ class Part:
     is_loss: bool = False
     is_first: bool = False
     """Whether its input is that of the chain, which does not count."""
+    begin: Callable[[str], Run] | None = None
+    """For a block: a function from a choice to a function that runs the block by it."""
 
     @property
     def couples(self) -> bool:
         """Whether it is a coupling."""
         return isinstance(self.module, Coupling)
+
+    def choices(self, is_cuda: bool) -> list[str]:
+        """Return the names of the choices that there are for it."""
+        if self.is_loss:
+            return ["store"]
+        names = BLOCK if self.begin is not None else COUPLING if self.couples else JUNCTION
+        return [name for name in names if is_cuda or name not in ON_GPU]
 
     @property
     def weights(self) -> list[Tensor]:
@@ -103,7 +123,7 @@ def measure(chain: Chain, x: Any, side: dict[str, Any], loss: Callable[[Any], An
     arithmetic = chain.arithmetic
     parts = [Part(unit, taken(unit, side), arithmetic) for unit in chain]
     parts = [replace(parts[0], is_first=True), *parts[1:], Part(loss, {}, arithmetic, is_loss=True)]
-    keys: dict[int, Key] = {_address(tensor): ("x", i) for i, tensor in enumerate(tensors_of(x))}
+    keys: dict[int, Key] = {address_of(tensor): ("x", i) for i, tensor in enumerate(tensors_of(x))}
     sizes: dict[Key, int] = dict.fromkeys(keys.values(), 0)  # the caller's
     needs = any(tensor.requires_grad for tensor in tensors_of(x))
     known: dict[Any, Measured] = {}
@@ -114,32 +134,32 @@ def measure(chain: Chain, x: Any, side: dict[str, Any], loss: Callable[[Any], An
             with naming("the loss" if part.is_loss else name_unit(index, part.module)):
                 if part.couples and not in_row:
                     x = _enter(x, arithmetic)
-                kind = _kind(part, x, needs)
+                kind = kind_of(part, x, needs)
                 if kind not in known:
-                    known[kind] = _measure(part, x, needs)
+                    known[kind] = measure_part(part, x, needs)
                 with torch.no_grad():
                     y = part.module(x, **part.side)
             measured, in_row = known[kind], part.couples
-            entering = _name(x, keys, sizes, (index, "in"))
-            leaving = _name(y, keys, sizes, (index, "out"))
+            entering = name_tensors(x, keys, sizes, (index, "in"))
+            leaving = name_tensors(y, keys, sizes, (index, "out"))
             if part.couples:
                 # What is kept of a pair beside the streams: their form on a grid, and a
                 # fingerprint, with which the rebuilt pair is compared to find drift.
                 own = measured.usages["reverse"].held - measured.inner["reverse"].held
                 sizes[index, "pair"] = own + (_fingerprint(x) if checks_drift else 0)
-            units.append(list(_options(measured, entering, leaving, (index, "pair"))))
+            units.append(list(make_options(measured, entering, leaving, (index, "pair"))))
             excess = [
                 max(own) for own in zip(*(u.excess for u in measured.usages.values()), strict=True)
             ]
-            _add_excess(units, excess, [own.couples for own in parts])
+            add_excess(units, excess, [own.couples for own in parts])
             left += max(usage.left for usage in measured.usages.values())
             needs = needs or bool(part.weights)
-            keys = dict(zip(map(_address, tensors_of(y)), leaving, strict=True))
+            keys = dict(zip(map(address_of, tensors_of(y)), leaving, strict=True))
             x = y
     return Problem(units, sizes, left)
 
 
-def _options(
+def make_options(
     measured: Measured, entering: list[Key], leaving: list[Key], pair: Key
 ) -> Iterator[Option]:
     """Yield the options of a unit, with the names of the tensors around it."""
@@ -156,7 +176,7 @@ def _options(
             yield Option(choice, cost, inner.held, (), inside, pair=(*kept, pair), top=peaks)
 
 
-def _add_excess(units: list[list[Option]], excess: Sequence[int], couples: Sequence[bool]) -> None:
+def add_excess(units: list[list[Option]], excess: Sequence[int], couples: Sequence[bool]) -> None:
     """Add to the units below the last one what gradients from it hold beyond their own bytes.
 
     Halves of one gradient share its memory, until both are gone. The first one goes to the unit
@@ -181,16 +201,12 @@ def _raised(peaks: Sequence[Peak], extra: int) -> Iterator[Peak]:
         yield peak._replace(extra=peak.extra + (extra if place else 0))
 
 
-def _measure(part: Part, x: Any, needs: bool) -> Measured:
+def measure_part(part: Part, x: Any, needs: bool) -> Measured:
     """Measure one kind of unit by all choices that there are for it."""
     is_cuda = any(tensor.is_cuda for tensor in tensors_of(x))
-    choices = ["store"]
-    if not part.is_loss:
-        choices += ["checkpoint", *["offload"] * is_cuda]
-    if part.couples:
-        choices += ["reverse", *["overlap"] * is_cuda]
+    choices = part.choices(is_cuda)
     usages = {choice: _use([part], choice, x, needs, is_cuda) for choice in choices}
-    if is_cuda and not part.is_loss:
+    if "offload" in choices:
         # Alone, its input would not leave the device. In a chain the inputs of a few others are on
         # their way to the host, or back.
         own, moving = usages["checkpoint"], NUM_LEAVING * _size(x)
@@ -212,6 +228,8 @@ def _measure(part: Part, x: Any, needs: bool) -> Measured:
     else:
         flops = _count_flops(part, x)
         costs = {choice: 0.0 if choice == "store" else flops for choice in choices}
+        if "compress" in costs:  # of two that recompute as much, prefer the exact one
+            costs["compress"] += sum(tensor.numel() for tensor in tensors_of(x))
     return Measured(usages, costs, inner)
 
 
@@ -228,13 +246,13 @@ def _use_once(parts: Sequence[Part], choice: str, x: Any, needs: bool, meter: Me
     inputs = x if parts[0].is_first else _fresh(x, needs)
     run, inputs = _start(parts, choice, inputs)
     size = 0 if parts[0].is_first else _size(inputs)
-    entered = {_address(tensor) for tensor in tensors_of(inputs)}
+    entered = {address_of(tensor) for tensor in tensors_of(inputs)}
     start = meter.moment
     marks: list[int] = []
     y = run(inputs, lambda grad: marks.append(meter.moment))
     forward = meter.peak_without((), start) - size
     places = [ref(tensor.untyped_storage()) for tensor in tensors_of((inputs, y))]
-    caller = {_address(tensor) for tensor in tensors_of(x)} if parts[0].is_first else set()
+    caller = {address_of(tensor) for tensor in tensors_of(x)} if parts[0].is_first else set()
     edges = [get_gradient_edge(tensor) for tensor in tensors_of(inputs) if tensor.requires_grad]
     total: Tensor = _Seed.apply(*tensors_of(y))  # type: ignore[no-untyped-call]
     del inputs, y, run
@@ -267,6 +285,9 @@ def _start(
 ) -> tuple[Callable[[Any, Callable[[Tensor], None]], Any], Any]:
     """Return a function that runs units as a chain does, and the inputs that it takes."""
     part, strategy = parts[0], resolve_strategy(choice)
+    if part.begin is not None:
+        run_block = part.begin(choice)
+        return (lambda x, mark: run_block(x)), inputs
     keepings = begin_pass([strategy] * len(parts), [part.couples] * len(parts), inputs)
 
     if not part.couples:
@@ -334,8 +355,9 @@ def _time(part: Part, choice: str, x: Any, needs: bool) -> float:
 
 
 def _count_flops(part: Part, x: Any) -> float:
+    run = part.begin("store") if part.begin is not None else partial(part.module, **part.side)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        part.module(x, **part.side)
+        run(x)
     return float(counter.get_total_flops())
 
 
@@ -362,10 +384,10 @@ def _enter(x: Any, arithmetic: Arithmetic) -> Any:
         return tuple(arithmetic.real(arithmetic.store(t).stored, t.dtype) for t in (a, b))
 
 
-def _kind(part: Part, x: Any, needs: bool) -> Any:
+def kind_of(part: Part, x: Any, needs: bool) -> Any:
     """Return a key that units share if they differ only in the values of their weights."""
     inputs = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in tensors_of(x)]
-    is_shared = len({_address(tensor) for tensor in tensors_of(x)}) < len(inputs)
+    is_shared = len({address_of(tensor) for tensor in tensors_of(x)}) < len(inputs)
     key = (*inputs, is_shared, needs, part.is_first)
     if part.is_loss or not isinstance(part.module, nn.Module):
         return key, id(part.module)
@@ -381,22 +403,24 @@ def _kind(part: Part, x: Any, needs: bool) -> Any:
 def _settings(module: nn.Module) -> str:
     """Return the plain attributes of a module, such as `training` and the rate of dropout."""
     plain = (int, float, str, tuple, list)
-    return repr([item for item in vars(module).items() if isinstance(item[1], plain)])
+    items = [item for item in vars(module).items() if isinstance(item[1], plain)]
+    return repr([item for item in items if item[0] not in PLACES])
 
 
-def _name(
+def name_tensors(
     x: Any, keys: dict[int, Key], sizes: dict[Key, int], prefix: tuple[Any, ...]
 ) -> list[Key]:
     """Return a key for every tensor, by its memory; new ones get their size."""
     named = []
     for number, tensor in enumerate(tensors_of(x)):
-        key = keys.setdefault(_address(tensor), (*prefix, number))
+        key = keys.setdefault(address_of(tensor), (*prefix, number))
         sizes.setdefault(key, tensor.untyped_storage().nbytes())
         named.append(key)
     return named
 
 
-def _address(tensor: Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
+    """Return the address of the memory of a tensor."""
     return int(tensor.untyped_storage().data_ptr())
 
 

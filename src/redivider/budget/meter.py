@@ -21,8 +21,8 @@ class Meter(Protocol):
     def moment(self) -> int:
         """The present, for `peak_without`."""
 
-    def peak_without(self, tensors: Any, since: int = 0) -> int:
-        """Return the largest number of bytes since a moment, without those of some tensors."""
+    def peak_without(self, tensors: Any, since: int = 0, until: int | None = None) -> int:
+        """Return the largest number of bytes between moments, without those of some tensors."""
 
 
 class _Allocator:
@@ -50,9 +50,9 @@ class _Allocator:
         _ = self.moment
         self._grads += grad.nbytes
 
-    def peak_without(self, tensors: Any, since: int = 0) -> int:
+    def peak_without(self, tensors: Any, since: int = 0, until: int | None = None) -> int:
         last = torch.cuda.max_memory_allocated() - self._grads
-        return max([*self._peaks[since:], last]) - self._before
+        return max([*self._peaks, last][since:until]) - self._before
 
 
 @contextmanager

@@ -1,15 +1,19 @@
-"""Plans: what every unit of a chain keeps, so that a training step is fastest within a budget."""
+"""Plans: what every unit of a network keeps, so that a step is fastest within a budget."""
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from redivider.budget.blocks import measure_blocks
 from redivider.budget.measure import measure
 from redivider.budget.meter import counting
 from redivider.budget.size import parse_bytes
@@ -17,6 +21,7 @@ from redivider.budget.solve import Problem, find_least, solve, trace
 from redivider.chain import Chain, name_unit
 from redivider.checks.memory import format_bytes
 from redivider.checks.restore import restored
+from redivider.convert.reversible import blocks_of, set_strategies, strategies_of
 from redivider.errors import require
 from redivider.tree import tensors_of
 
@@ -38,17 +43,17 @@ class PlannedUnit:
 
 
 class Plan(Sequence[str]):
-    """Strategy for every unit of a chain, made by `rd.plan`.
+    """Strategy for every unit of a chain, or every block of a network, made by `rd.plan`.
 
     It is a sequence of names, which `Chain(..., backward=plan)` takes.
 
     Args:
-        units: Choices, and what they take; the last one is the loss.
+        units: Choices, and what they take; the last one is the loss, with the head of a network.
         memory: Budget in bytes.
         measured: Bytes of a real step.
         cost_unit: Unit of the costs: "FLOPs" or "seconds".
         note: Remark about how the plan was made.
-        model: Chain that `apply` changes.
+        model: Chain or network that `apply` changes.
     """
 
     def __init__(
@@ -58,7 +63,7 @@ class Plan(Sequence[str]):
         measured: int,
         cost_unit: str,
         note: str = "",
-        model: Chain | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self.units, self.memory, self.measured = tuple(units), memory, measured
         self.cost_unit, self.note = cost_unit, note
@@ -120,13 +125,13 @@ class Plan(Sequence[str]):
         )
         return "\n".join([*lines, self.note] if self.note else lines)
 
-    def apply(self, model: Chain | None = None) -> Chain:
-        """Let a chain train by this plan, in place; by default the one it was made for."""
-        chain = self._model if model is None else model
-        if chain is None:
+    def apply(self, model: nn.Module | None = None) -> nn.Module:
+        """Let a model train by this plan, in place; by default the one it was made for."""
+        model = self._model if model is None else model
+        if model is None:
             raise ValueError("a plan that was loaded has no model: plan.apply(model)")
-        chain.backward = self.choices
-        return chain
+        _set_backward(model, _backward(model, self.units))
+        return model
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
@@ -167,8 +172,8 @@ class Plan(Sequence[str]):
 
 
 def plan(
-    model: Chain,
-    x: Any,
+    model: nn.Module,
+    x: Any = None,
     /,
     *,
     memory: int | str | None = None,
@@ -182,82 +187,118 @@ def plan(
         plan.apply()
 
     Every kind of unit is measured once, and the plan is checked on one real step. The model stays
-    as it is until `plan.apply()`. Call this under the autocast of the training.
+    as it is until `plan.apply()`. Call this under the autocast of the training, and before DDP or
+    FSDP wraps the model.
 
     Args:
-        model: A chain, in training mode, on the device where it trains, compiled or not.
-        x: Its input.
+        model: A chain, or a network of `rd.make_reversible`, whose blocks are the units. It is in
+            training mode, on the device where it trains, compiled or not.
+        x: Its input; a network that takes keywords alone has none.
         memory: Bytes, also as "6GiB" or "500 MB", that forward and backward may add to the weights,
             their gradients and the state of the optimizer. By default what is free.
-        loss: A function from the output to a loss; the sum of the output by default. Its memory
-            counts as well. What the caller keeps of the output comes on top.
+        loss: A function from the output to a loss; by default the loss that is part of the output,
+            as that of transformers, else the sum of the output. Its memory counts as well. What the
+            caller keeps of the output comes on top.
         **side: Keywords of the model.
 
     Raises:
         ValueError: If no plan fits; it says how much is needed, and by which unit.
     """
-    if not isinstance(model, Chain):
-        raise TypeError(f"plan takes a Chain, got {type(model).__name__}")
-    is_cuda = any(tensor.is_cuda for tensor in tensors_of(x))
+    _verify(model)
+    is_cuda = any(tensor.is_cuda for tensor in tensors_of((x, side)))
     budget = _free(model, is_cuda) if memory is None else parse_bytes(memory)
-    loss = _sum if loss is None else loss
-    problem = measure(model, x, side, loss)
+    loss = _default_loss if loss is None else loss
+    if isinstance(model, Chain):
+        names, problem = _unit_names(model), measure(model, x, side, loss)
+    else:
+        names, problem = measure_blocks(model, x, side, loss)
+        names.append("the head and the loss")
     limit, note = budget - int(MARGIN * budget) * is_cuda, ""
-    choices = _choose(problem, limit, model, budget)
-    measured = measure_step(model, _names(problem, choices), x, loss, **side)
+    units = _choose(problem, limit, names, budget)
+    measured = measure_step(model, _backward(model, units), x, loss, **side)
     if measured > budget:
         over = format_bytes(measured - budget)
-        limit = budget - (measured - max(peak for _, peak in trace(problem, choices)))
+        limit = budget - (measured - max(unit.peak for unit in units))
         note = f"made for {format_bytes(limit)}, as a first plan took {over} too much"
-        choices = _choose(problem, limit, model, budget)
-        measured = measure_step(model, _names(problem, choices), x, loss, **side)
+        units = _choose(problem, limit, names, budget)
+        measured = measure_step(model, _backward(model, units), x, loss, **side)
         if measured > budget:
             raise ValueError(
                 f"a step takes {format_bytes(measured)}, more than {format_bytes(budget)}, though "
                 f"it was planned for {format_bytes(limit)}; allow more memory"
             )
-    units = list(_planned(problem, choices, model))
     return Plan(units, budget, measured, "seconds" if is_cuda else "FLOPs", note, model)
 
 
 def measure_step(
-    model: Chain, backward: str | Sequence[str], x: Any, loss: Callable[[Any], Any], **side: Any
+    model: nn.Module,
+    backward: str | Sequence[str] | Mapping[str, str],
+    x: Any,
+    loss: Callable[[Any], Any],
+    **side: Any,
 ) -> int:
     """Return the peak of a forward and backward, without the gradients of weights, in bytes.
 
     Args:
-        model: The chain, which stays as it is.
-        backward: Strategy to run it by.
-        x: Its input.
+        model: The chain or network, which stays as it is.
+        backward: Strategy to run it by, or one for every unit of a chain, or by name of a block.
+        x: Its input; None if it takes keywords alone.
         loss: A function from its output to a loss.
         **side: Its keywords.
     """
-    is_cuda = any(tensor.is_cuda for tensor in tensors_of(x))
+    is_cuda = any(tensor.is_cuda for tensor in tensors_of((x, side)))
+    inputs = (x,) if isinstance(model, Chain) or x is not None else ()
     module = nn.ModuleList([model, *([loss] if isinstance(loss, nn.Module) else [])])
     weights = [weight for weight in module.parameters() if weight.requires_grad]
-    before = model.backward
     torch.clear_autocast_cache()
+    with (
+        _training_by(model, backward),
+        restored(module),
+        torch.enable_grad(),
+        counting(is_cuda, weights) as meter,
+    ):
+        losses = [loss for loss in tensors_of(loss(model(*inputs, **side))) if loss.requires_grad]
+        if not losses:
+            raise ValueError("the loss has no gradient; is all of the model frozen?")
+        grads = torch.autograd.grad(losses, weights, allow_unused=True)
+        return meter.peak_without(grads)
+
+
+@contextmanager
+def _training_by(model: Any, backward: Any) -> Iterator[None]:
+    """Let a chain or a network train by some strategies, inside."""
+    before = model.backward if isinstance(model, Chain) else strategies_of(model)
     try:
-        model.backward = backward
-        with restored(module), torch.enable_grad(), counting(is_cuda, weights) as meter:
-            losses = [loss for loss in tensors_of(loss(model(x, **side))) if loss.requires_grad]
-            if not losses:
-                raise ValueError("the loss has no gradient; is all of the model frozen?")
-            grads = torch.autograd.grad(losses, weights, allow_unused=True)
-            return meter.peak_without(grads)
+        _set_backward(model, backward)
+        yield
     finally:
-        model.backward = before
+        _set_backward(model, before)
 
 
-def _choose(problem: Problem, limit: int, model: Chain, budget: int) -> list[int]:
+def _set_backward(model: Any, backward: Any) -> None:
+    if isinstance(model, Chain):
+        model.backward = backward
+    else:
+        set_strategies(model, backward)
+
+
+def _backward(model: nn.Module, units: Sequence[PlannedUnit]) -> Any:
+    """Return the strategies of planned units, as a model takes them."""
+    if isinstance(model, Chain):
+        return tuple(unit.choice for unit in units[:-1])
+    return {unit.name: unit.choice for unit in units[:-1]}
+
+
+def _choose(problem: Problem, limit: int, names: Sequence[str], budget: int) -> list[PlannedUnit]:
+    """Return the cheapest choices that stay within a limit."""
     choices = solve(problem, limit) if limit > 0 else None
     if choices is not None:
-        return choices
+        return list(_planned(problem, choices, names))
     least = find_least(problem)
     choices = solve(problem, least)
     assert choices is not None
     peaks = [peak for _, peak in trace(problem, choices)]
-    name = _unit_names(model)[peaks.index(max(peaks))]
+    name = names[peaks.index(max(peaks))]
     # With the margin of a GPU, or what a first plan took beyond its prediction.
     needed = -(-least * budget // limit) if limit > 0 else least + budget - limit
     raise ValueError(
@@ -266,20 +307,30 @@ def _choose(problem: Problem, limit: int, model: Chain, budget: int) -> list[int
     )
 
 
-def _planned(problem: Problem, choices: Sequence[int], model: Chain) -> Iterator[PlannedUnit]:
+def _planned(
+    problem: Problem, choices: Sequence[int], names: Sequence[str]
+) -> Iterator[PlannedUnit]:
     before = 0
     options = [own[choice] for own, choice in zip(problem.units, choices, strict=True)]
-    for name, option, (held, peak) in zip(
-        _unit_names(model), options, trace(problem, choices), strict=True
-    ):
+    for name, option, (held, peak) in zip(names, options, trace(problem, choices), strict=True):
         yield PlannedUnit(name, option.choice, held - before, option.cost, peak)
         before = held
 
 
-def _names(problem: Problem, choices: Sequence[int]) -> list[str]:
-    """Return the strategies of the units, without the loss."""
-    pairs = zip(problem.units[:-1], choices[:-1], strict=True)
-    return [own[choice].choice for own, choice in pairs]
+def _verify(model: Any) -> None:
+    """Refuse a model that cannot be planned."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = [] if fsdp is None else [fsdp.FSDPModule, fsdp.FullyShardedDataParallel]
+    wrappers = (DistributedDataParallel, *sharded)
+    if isinstance(model, nn.Module) and any(isinstance(own, wrappers) for own in model.modules()):
+        raise ValueError(
+            "plan the model before DDP or FSDP wraps it: plan = rd.plan(model, x); then "
+            "plan.apply() works before and after"
+        )
+    if not isinstance(model, Chain) and not (isinstance(model, nn.Module) and blocks_of(model)):
+        raise TypeError(
+            f"plan takes a Chain or a network of rd.make_reversible, got {type(model).__name__}"
+        )
 
 
 def _unit_names(model: Chain) -> list[str]:
@@ -287,9 +338,10 @@ def _unit_names(model: Chain) -> list[str]:
     return [*(name_unit(index, unit, key) for index, (key, unit) in keys), "the loss"]
 
 
-def _sum(y: Any) -> list[Tensor]:
-    """Return the sums of the tensors of an output."""
-    return [tensor.sum() for tensor in tensors_of(y)]
+def _default_loss(y: Any) -> list[Tensor]:
+    """Return the loss that is part of an output, or the sums of its tensors."""
+    loss = getattr(y, "loss", None)
+    return [loss] if isinstance(loss, Tensor) else [tensor.sum() for tensor in tensors_of(y)]
 
 
 def _free(model: nn.Module, is_cuda: bool) -> int:

@@ -197,16 +197,18 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Number of allocations and releases so far."""
         return len(self._changes)
 
-    def peak_without(self, tensors: Any, since: int = 0) -> int:
+    def peak_without(self, tensors: Any, since: int = 0, until: int | None = None) -> int:
         """Return the largest number of bytes, had these tensors, still alive, taken none.
 
         Args:
             tensors: The tensors.
             since: Moment to begin with.
+            until: Moment to end with; the present by default.
         """
         left_out = {self._known.get(storage._cdata) for storage in _storages(tensors)}
         sizes = (0 if number in left_out else size for number, size in self._changes)
-        return max(islice(accumulate(sizes, initial=0), since, None))
+        end = None if until is None else until + 1
+        return max(islice(accumulate(sizes, initial=0), since, end))
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:

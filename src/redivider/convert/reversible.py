@@ -1,24 +1,25 @@
 """A network made reversible in place: the same network in evaluation, little memory in training.
 
 Every block gets a subclass of its own class, with the same name. Its forward is the block's own one
-in evaluation and without gradients. In training the block's input goes to a tape (backward/tape.py)
-of a few bits a value, and the backward walks the tape back. Parameters, buffers, hooks and the keys
-of `state_dict` stay as they are.
+in evaluation and without gradients. In training it runs by a strategy (backward/strategy.py): its
+input goes to a tape of a few bits a value (backward/tape.py), or a plan says otherwise (budget/).
+Parameters, buffers, hooks and the keys of `state_dict` stay as they are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from redivider._torch_private import compiled_call, remove_forward_pre_hook
-from redivider.backward.node import find_kept
+from redivider.backward.node import Keeper, KeptInput, find_mark, set_mark
 from redivider.backward.quantizer import MAX_BITS
-from redivider.backward.tape import BITS, KeptOnTape, Tapes
+from redivider.backward.strategy import Strategy, resolve_strategy
+from redivider.backward.tape import BITS, Tapes
 from redivider.compile import compile_units
 from redivider.convert.blocks import find_blocks
 from redivider.errors import UnitError, naming
@@ -26,9 +27,8 @@ from redivider.replay import Call
 from redivider.tree import tensors_of
 
 Model = TypeVar("Model", bound=nn.Module)
-PLACE = "_redivider_place"  # attribute of a block: its row, and its index there
+PLACE = "_redivider_place"  # attribute of a block: its list, and its index there
 ENABLE = "gradient_checkpointing_enable"
-_TENSOR = object()  # marks the place of a tensor in an output
 
 
 def make_reversible(model: Model, bits: int = BITS, blocks: str | None = None) -> Model:
@@ -67,7 +67,7 @@ def make_reversible(model: Model, bits: int = BITS, blocks: str | None = None) -
     if len(set(members)) < len(members):
         raise ValueError(f"{name} has a block twice, and a block can have one place in a row")
     names = [f"{name}.{index}" for index in range(len(members))]
-    row = _Row(names, [_Plain(block) for block in members], bits)
+    row = Blocks(names, [_Plain(block) for block in members], bits)
     for index, block in enumerate(members):
         setattr(block, PLACE, (row, index))
         kind: Any = type(block)
@@ -98,8 +98,12 @@ def make_plain(model: Model) -> Model:
     return model
 
 
-class _Row:
-    """A list of blocks.
+Observe: TypeAlias = Callable[["Blocks", int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
+Keepers: TypeAlias = WeakValueDictionary[Strategy, Keeper]
+
+
+class Blocks:
+    """A list of blocks, and the strategies by which they train.
 
     Args:
         names: Names of the blocks.
@@ -109,6 +113,9 @@ class _Row:
 
     def __init__(self, names: list[str], plain: list["_Plain"], bits: int) -> None:
         self.plain = plain
+        self.backward = ["compress"] * len(plain)
+        self.observe: Observe | None = None
+        """Function that runs a block in training instead, to measure it."""
         self._names, self._bits = names, bits
         self.compiled: dict[Any, Any] = {}
         """Compiled functions, which blocks share that differ in their weights only."""
@@ -124,7 +131,7 @@ class _Row:
     # A compiler cannot trace autograd nodes and tapes.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block whose input is kept on a tape."""
+        """Run a block in training."""
         plain = self.plain[index]
         with naming(self._names[index]):
             if getattr(plain.wrapped, "gradient_checkpointing", False):
@@ -133,37 +140,75 @@ class _Row:
             tensors = (*plain.parameters(), *tensors_of((x, args, kwargs)))
             if not any(tensor.requires_grad for tensor in tensors):
                 return plain(x, *args, **kwargs)
-            call, inputs = Call.split(plain, (x, *args), kwargs)
-            tapes = _find_tapes(x, self) or Tapes(self._bits)
-            kept = _KeptBlock(self, tapes, self._names[index], call)
-            return kept.merge(kept.apply(inputs))
+            if self.observe is not None:
+                return self.observe(self, index, x, args, kwargs)
+            keepers = find_mark(x, self)  # of the pass that the stream belongs to
+            keepers = Keepers() if keepers is None else keepers
+            output = self.run_by(self.backward[index], index, keepers, x, args, kwargs)
+            for tensor in tensors_of(output):
+                set_mark(tensor, self, keepers)
+            return output
 
+    def run_by(
+        self,
+        backward: str,
+        index: int,
+        keepers: Keepers,
+        x: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a block by a strategy.
 
-class _KeptBlock(KeptOnTape):
-    """State of a block, whose output may have other things in it than tensors."""
-
-    def __init__(self, row: _Row, tapes: Tapes, name: str, call: Call) -> None:
+        Args:
+            backward: Name of the strategy.
+            index: Index of the block.
+            keepers: Keepers of inputs that the blocks of a pass share, by strategy.
+            x: The stream.
+            args: Other arguments of the block.
+            kwargs: Its keywords.
+        """
+        plain, strategy = self.plain[index], resolve_strategy(backward)
+        if strategy.junction == "graph":
+            return plain(x, *args, **kwargs)
+        call, inputs = Call.split(plain, (x, *args), kwargs)
+        keeper = keepers.get(strategy) or self.make_keeper(strategy, x)
         # With the graph of the first run, gradients of what a block keeps inside are noticed.
-        super().__init__(tapes, name, call, with_graph=True)
-        self.row = row
-        self._leaves: list[Any]  # of the output, without its tensors
+        if keeper is None:
+            kept = KeptInput(self._names[index], call, with_graph=True)
+        else:
+            keepers[strategy] = keeper
+            kept = keeper.make_kept(self._names[index], call, with_graph=True, num_inputs=1)
+        kept.returns_others = True
+        return kept.run(inputs)
 
-    def split_output(self, output: Any) -> Sequence[Tensor]:
-        leaves, self.spec = tree_flatten(output)
-        self._leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    def merge(self, outputs: Sequence[Tensor]) -> Any:
-        """Return the block's output, made of the tensors that autograd has seen."""
-        following = iter(outputs)
-        leaves = [next(following) if leaf is _TENSOR else leaf for leaf in self._leaves]
-        return tree_unflatten(leaves, self.spec)
+    def make_keeper(self, strategy: Strategy, x: Tensor) -> Keeper | None:
+        """Return what keeps inputs elsewhere than in the graph, in a pass."""
+        return Tapes(self._bits) if strategy.compresses else strategy.make_keeper(x)
 
 
-def _find_tapes(x: Tensor, row: _Row) -> Tapes | None:
-    """Return the tapes of the pass that a stream belongs to: those of the block that gave it."""
-    kept = find_kept(x.grad_fn)
-    return kept.tapes if isinstance(kept, _KeptBlock) and kept.row is row else None
+def blocks_of(model: nn.Module) -> dict[str, tuple[Blocks, int]]:
+    """Return the list and the index there of every reversible block of a network, by its name."""
+    modules = model.named_modules()
+    return {name: getattr(block, PLACE) for name, block in modules if PLACE in vars(block)}
+
+
+def strategies_of(model: nn.Module) -> dict[str, str]:
+    """Return the strategy of every reversible block of a network, by its name."""
+    return {name: blocks.backward[index] for name, (blocks, index) in blocks_of(model).items()}
+
+
+def set_strategies(model: nn.Module, backward: str | Mapping[str, str]) -> None:
+    """Let the reversible blocks of a network train by strategies: one for all, or by name."""
+    places = blocks_of(model)
+    named = dict.fromkeys(places, backward) if isinstance(backward, str) else backward
+    for name, strategy in named.items():
+        resolve_strategy(strategy)
+        if name not in places:
+            raise ValueError(f"{type(model).__name__} has no reversible block {name!r}")
+    for name, strategy in named.items():
+        blocks, index = places[name]
+        blocks.backward[index] = strategy
 
 
 class _Plain(nn.Module):

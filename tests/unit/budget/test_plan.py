@@ -134,13 +134,13 @@ class Grown:
 
 def test_equal_units_are_measured_once(monkeypatch):
     measured = []
-    original = measuring._measure
+    original = measuring.measure_part
 
     def count(part, x, needs):
         measured.append(part.module)
         return original(part, x, needs)
 
-    monkeypatch.setattr(measuring, "_measure", count)
+    monkeypatch.setattr(measuring, "measure_part", count)
     model, x = make(6)
     measure(model, x, {}, loss_of)
     # The first coupling gets one tensor twice.
@@ -214,8 +214,30 @@ def test_wrong_sizes(text):
 
 def test_only_chains_that_train_have_plans():
     wrong: Any = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="takes a Chain, got Linear"):
+    with pytest.raises(
+        TypeError, match=r"takes a Chain or a network of rd\.make_reversible, got Linear"
+    ):
         rd.plan(wrong, torch.randn(3, 2), memory="1GiB")
     model, x = make()
     with pytest.raises(ValueError, match="no gradient"):
         rd.plan(model.requires_grad_(False), x, memory="1GiB")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")  # the compiler's own
+@pytest.mark.parametrize("how", ["compiled", "autocast"])
+def test_plans_of_compiled_units_and_under_autocast(how):
+    model, x = make()
+    if how == "compiled":
+        model.compile(backend="aot_eager")
+    with torch.autocast("cpu", torch.float16, enabled=how == "autocast"):
+        least = find_least(measure(model, x, {}, loss_of))
+        most = measure_step(model, "store", x, loss_of)
+        plan = rd.plan(model, x, memory=(least + most) // 2, loss=loss_of)
+        grads = []
+        for backward in ("store", plan):
+            model.backward = backward
+            grads.append(torch.autograd.grad(loss_of(model(x)), [*model.parameters()]))
+    assert plan.measured <= plan.predicted <= plan.memory and len({*plan}) > 1
+    for grad, true in zip(*grads, strict=True):
+        assert (grad - true).norm() <= 1e-2 * true.norm()

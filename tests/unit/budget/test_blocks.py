@@ -1,0 +1,124 @@
+"""Plans for blocks of a network: what is measured, saved and refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import redivider as rd
+from redivider.budget import blocks as measuring
+from redivider.budget.blocks import measure_blocks
+from redivider.budget.plan import measure_step
+from redivider.budget.solve import find_least
+from redivider.convert.reversible import set_strategies, strategies_of
+
+
+class Block(nn.Module):
+    def __init__(self, layer_idx):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.body = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x):
+        return x + self.body(x)
+
+
+class Network(nn.Module):
+    num_runs = 1
+
+    def __init__(self, depth=4):
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.layers = nn.ModuleList([Block(index) for index in range(depth)])
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            for _ in range(self.num_runs):
+                x = layer(x)
+        return self.head(x)
+
+
+def make(depth=4) -> Any:
+    torch.manual_seed(0)
+    return rd.make_reversible(Network(depth), blocks="layers"), torch.randn(64, 6)
+
+
+def loss_of(y):
+    return y.square().sum()
+
+
+def least_of(model, x):
+    return find_least(measure_blocks(model, x, {}, loss_of)[1])
+
+
+def test_it_is_printed_saved_and_loaded(tmp_path):
+    model, x = make()
+    most = measure_step(model, "store", x, loss_of)
+    plan = rd.plan(model, x, memory=(least_of(model, x) + most) // 2, loss=loss_of)
+    lines = str(plan).splitlines()
+    assert [line.split()[0] for line in lines[1:5]] == [f"layers.{index}" for index in range(4)]
+    plan.save(tmp_path / "plan.json")
+    other, _ = make()
+    assert rd.Plan.load(tmp_path / "plan.json").apply(other) is other
+    assert [*strategies_of(other).values()] == [*plan] and len({*plan}) > 1
+    shallow, _ = make(3)
+    with pytest.raises(ValueError, match=r"Network has no reversible block 'layers\.3'"):
+        rd.Plan.load(tmp_path / "plan.json").apply(shallow)
+    assert {*strategies_of(shallow).values()} == {"compress"}
+    with pytest.raises(ValueError, match="backward"):
+        set_strategies(model, "stores")
+
+
+def test_a_budget_too_small_says_what_is_needed():
+    model, x = make()
+    least = least_of(model, x)
+    with pytest.raises(ValueError, match=rf"smallest budget is {least:,} bytes, which layers\.\d"):
+        rd.plan(model, x, memory=least - 1, loss=loss_of)
+    plan = rd.plan(model, x, memory=least, loss=loss_of)
+    assert plan.measured <= least and "compress" in plan
+
+
+def test_all_of_the_memory_means_store():
+    model, x = make()
+    plan = rd.plan(model, x)
+    assert {*plan} == {"store"} and plan.cost == 0
+
+
+def test_exact_choices_come_before_compressed_ones():
+    model, x = make()
+    most = measure_step(model, "checkpoint", x, loss_of) + 100
+    assert "compress" not in rd.plan(model, x, memory=most, loss=loss_of)
+
+
+def test_equal_blocks_are_measured_once(monkeypatch):
+    measured = []
+    original = measuring.measure_part
+
+    def count(part, x, needs):
+        measured.append(part.module.wrapped)
+        return original(part, x, needs)
+
+    monkeypatch.setattr(measuring, "measure_part", count)
+    model, x = make()
+    measure_blocks(model, x, {}, loss_of)
+    assert measured == [model.layers[0]]
+    measured.clear()
+    model.layers[2].body[0].requires_grad_(False)
+    measure_blocks(model, x, {}, loss_of)
+    assert measured == [model.layers[0], model.layers[2]]
+
+
+def test_networks_that_have_no_plan():
+    model, x = make()
+    model.num_runs = 2
+    with pytest.raises(ValueError, match="runs twice in a forward"):
+        rd.plan(model, x, memory="1GiB")
+    model, x = make()
+    with pytest.raises(ValueError, match=r"call model\.train\(\)"):
+        rd.plan(model.eval(), x, memory="1GiB")
+    model, x = make()
+    with pytest.raises(ValueError, match=r"call model\.train\(\)|no gradient"):
+        rd.plan(model.requires_grad_(False), x, memory="1GiB")
+    assert all(blocks.observe is None for blocks, _ in measuring.blocks_of(model).values())
