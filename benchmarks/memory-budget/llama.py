@@ -67,7 +67,7 @@ def make(method: str, args: argparse.Namespace) -> tuple[nn.Module, Loss, Tensor
     config = transformers.LlamaConfig(**size, max_position_embeddings=2**20)
     torch.manual_seed(0)
     with torch.device(args.device):
-        model: Any = transformers.LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+        model: Any = transformers.LlamaForCausalLM(config)
         tokens = torch.randint(config.vocab_size, (1, args.context + 1))
     model.to(torch.bfloat16 if args.device == "cuda" else torch.float32).train()
     loss = Loss(model.lm_head, tokens[:, 1:])
@@ -134,7 +134,7 @@ def main() -> None:
     args.context = args.context or (512 if args.quick else 32768)
     # Else free memory between blocks of other sizes decides what fits.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.set_verbosity_error()
     reference = run_method("checkpoint", args, 0)
     rows = {name: run_method(name, args, reference["peak"]) for name in ("chain", "reversible")}
     ratios = {n: reference["seconds"] / row["seconds"] for n, row in rows.items() if row}

@@ -110,7 +110,7 @@ def compare(args: argparse.Namespace) -> None:
         budget = int(share * most)
         start = time.perf_counter()
         with torch.autocast("cuda", torch.bfloat16):
-            plan = rd.plan(model, x, memory=budget, loss=loss_of)
+            plan = rd.plan(model, x, memory=budget, loss=loss_of, capture=True)
         seconds = time.perf_counter() - start
         by_hand = best_by_hand(model, x, budget)
         for how, backward in (("plan", plan), ("by hand", by_hand)):

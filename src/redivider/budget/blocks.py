@@ -42,7 +42,12 @@ COMPRESS = resolve_strategy("compress")
 
 
 def measure_blocks(
-    model: nn.Module, x: Any, side: dict[str, Any], loss: Callable[[Any], Any]
+    model: nn.Module,
+    x: Any,
+    side: dict[str, Any],
+    loss: Callable[[Any], Any],
+    *,
+    is_captured: bool = False,
 ) -> tuple[list[str], Problem]:
     """Measure the blocks of a network, and what surrounds them.
 
@@ -51,6 +56,7 @@ def measure_blocks(
         x: Its input; None if it takes keywords alone.
         side: Its keywords.
         loss: A function from its output to tensors.
+        is_captured: Whether the step is captured.
 
     Returns:
         The names of the blocks, in the order in which they run, and the problem, whose last unit is
@@ -62,7 +68,7 @@ def measure_blocks(
     module = nn.ModuleList([model, *([loss] if isinstance(loss, nn.Module) else [])])
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     is_cuda = any(tensor.is_cuda for tensor in tensors_of((x, side)))
-    kinds = _Kinds()
+    kinds = _Kinds(is_captured)
     with restored(module), torch.enable_grad():
         with observed(lists, kinds):
             model(*inputs, **side)
@@ -97,7 +103,8 @@ def observed(lists: Sequence[Blocks], observe: Observe) -> Iterator[None]:
 class _Kinds:
     """Observer that measures every kind of block once."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_captured: bool) -> None:
+        self._is_captured = is_captured
         self.measured: dict[tuple[Blocks, int], Measured] = {}
         """Measurements of the blocks, in the order in which they run."""
         self._known: dict[Any, Measured] = {}
@@ -109,7 +116,13 @@ class _Kinds:
             raise ValueError("it runs twice in a forward, and a plan has one choice for it")
         own, keywords = map_tensors(_detached, (args, kwargs))
         begin = _beginner(blocks, index, x, own, keywords)
-        part = Part(blocks.plain[index], {}, resolve_arithmetic("float"), begin=begin)
+        part = Part(
+            blocks.plain[index],
+            {},
+            resolve_arithmetic("float"),
+            begin=begin,
+            is_captured=self._is_captured,
+        )
         kind = kind_of(part, x, x.requires_grad), _describe((args, kwargs))
         if kind not in self._known:
             self._known[kind] = measure_part(part, x, x.requires_grad)

@@ -19,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from redivider._torch_private import compiled_call
 from redivider.arithmetic import Arithmetic
-from redivider.backward.auto import timer
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import keep_input
 from redivider.backward.offload import NUM_LEAVING
@@ -32,9 +31,11 @@ from redivider.checks.restore import restored
 from redivider.convert.reversible import PLACE
 from redivider.coupling import Coupling
 from redivider.errors import naming
+from redivider.gpu.stopwatch import Stopwatch
 from redivider.tree import map_tensors, tensors_of
 
 NUM_TIMED = 5  # runs, of which the median counts
+NUM_WARM = 2  # runs before them
 NUM_IN_ROW = 3  # equal couplings in a row that is timed
 REVERSED = ("reverse", "overlap")
 PLACES = (PLACE, "layer_idx")  # attributes that say where a block is, ours and transformers'
@@ -91,6 +92,8 @@ class Part:
     """Whether its input is that of the chain, which does not count."""
     begin: Callable[[str], Run] | None = None
     """For a block: a function from a choice to a function that runs the block by it."""
+    is_captured: bool = False
+    """Whether it is part of a captured step."""
 
     @property
     def couples(self) -> bool:
@@ -102,7 +105,8 @@ class Part:
         if self.is_loss:
             return ["store"]
         names = BLOCK if self.begin is not None else COUPLING if self.couples else JUNCTION
-        return [name for name in names if is_cuda or name not in ON_GPU]
+        refused = [*(() if is_cuda else ON_GPU), *(("offload",) if self.is_captured else ())]
+        return [name for name in names if name not in refused]
 
     @property
     def weights(self) -> list[Tensor]:
@@ -111,7 +115,14 @@ class Part:
         return [param for param in params if param.requires_grad]
 
 
-def measure(chain: Chain, x: Any, side: dict[str, Any], loss: Callable[[Any], Any]) -> Problem:
+def measure(
+    chain: Chain,
+    x: Any,
+    side: dict[str, Any],
+    loss: Callable[[Any], Any],
+    *,
+    is_captured: bool = False,
+) -> Problem:
     """Measure all units of a chain, and the loss above them.
 
     Args:
@@ -119,9 +130,10 @@ def measure(chain: Chain, x: Any, side: dict[str, Any], loss: Callable[[Any], An
         x: Its input.
         side: Its keywords.
         loss: A function from its output to tensors.
+        is_captured: Whether the step is captured.
     """
     arithmetic = chain.arithmetic
-    parts = [Part(unit, taken(unit, side), arithmetic) for unit in chain]
+    parts = [Part(unit, taken(unit, side), arithmetic, is_captured=is_captured) for unit in chain]
     parts = [replace(parts[0], is_first=True), *parts[1:], Part(loss, {}, arithmetic, is_loss=True)]
     keys: dict[int, Key] = {address_of(tensor): ("x", i) for i, tensor in enumerate(tensors_of(x))}
     sizes: dict[Key, int] = dict.fromkeys(keys.values(), 0)  # the caller's
@@ -333,25 +345,20 @@ class _Seed(torch.autograd.Function):
 def _time(part: Part, choice: str, x: Any, needs: bool) -> float:
     """Return the median seconds of forward and backward on a GPU, of a unit in a row of some."""
     num = NUM_IN_ROW if part.couples else 1
-    spans = []
+
+    def step(run: Callable[..., Any], inputs: Any, wanted: list[Any]) -> None:
+        total: Tensor = _Seed.apply(*tensors_of(run(inputs, lambda _: None)))  # type: ignore[no-untyped-call]
+        if total.requires_grad:
+            torch.autograd.grad(total, wanted, allow_unused=True)
+
+    watch = Stopwatch(step, on_gpu=True, ahead=part.is_captured)
     with torch.enable_grad():
-        for _ in range(1 + NUM_TIMED):
+        for _ in range(NUM_WARM + NUM_TIMED):
             run, inputs = _start([part] * num, choice, x if part.is_first else _fresh(x, needs))
-            wanted: list[Any] = [
-                *(get_gradient_edge(t) for t in tensors_of(inputs) if t.requires_grad),
-                *part.weights,
-            ]
-            start, end = timer(), timer()
-            start.record()
-            total: Tensor = _Seed.apply(*tensors_of(run(inputs, lambda _: None)))  # type: ignore[no-untyped-call]
-            del inputs
-            if total.requires_grad:
-                torch.autograd.grad(total, wanted, allow_unused=True)
-            end.record()
-            spans.append((start, end))
-    end.synchronize()
-    milliseconds: float = median(start.elapsed_time(end) for start, end in spans[1:])
-    return milliseconds / 1000 / num
+            edges = (get_gradient_edge(t) for t in tensors_of(inputs) if t.requires_grad)
+            watch(run, inputs, [*edges, *part.weights])
+            del run, inputs
+    return median(watch.seconds[NUM_WARM:]) / num
 
 
 def _count_flops(part: Part, x: Any) -> float:

@@ -178,6 +178,7 @@ def plan(
     *,
     memory: int | str | None = None,
     loss: Callable[[Any], Any] | None = None,
+    capture: bool = False,
     **side: Any,
 ) -> Plan:
     """Choose for every unit what it keeps, so that a step is fastest within a number of bytes.
@@ -199,6 +200,8 @@ def plan(
         loss: A function from the output to a loss; by default the loss that is part of the output,
             as that of transformers, else the sum of the output. Its memory counts as well. What the
             caller keeps of the output comes on top.
+        capture: Whether steps will be captured (`rd.capture`). Then "offload" is no choice, and on
+            a GPU the time of the host does not count.
         **side: Keywords of the model.
 
     Raises:
@@ -209,25 +212,30 @@ def plan(
     budget = _free(model, is_cuda) if memory is None else parse_bytes(memory)
     loss = _default_loss if loss is None else loss
     if isinstance(model, Chain):
-        names, problem = _unit_names(model), measure(model, x, side, loss)
+        names = _unit_names(model)
+        problem = measure(model, x, side, loss, is_captured=capture)
     else:
-        names, problem = measure_blocks(model, x, side, loss)
+        names, problem = measure_blocks(model, x, side, loss, is_captured=capture)
         names.append("the head and the loss")
     limit, note = budget - int(MARGIN * budget) * is_cuda, ""
-    units = _choose(problem, limit, names, budget)
-    measured = measure_step(model, _backward(model, units), x, loss, **side)
-    if measured > budget:
-        over = format_bytes(measured - budget)
-        limit = budget - (measured - max(unit.peak for unit in units))
-        note = f"made for {format_bytes(limit)}, as a first plan took {over} too much"
-        units = _choose(problem, limit, names, budget)
+    while True:
+        choices = solve(problem, limit) if limit > 0 else None
+        fits = choices is not None
+        choices = choices or solve(problem, find_least(problem)) or []
+        units = list(_planned(problem, choices, names))
         measured = measure_step(model, _backward(model, units), x, loss, **side)
-        if measured > budget:
+        if measured <= budget:
+            return Plan(units, budget, measured, "seconds" if is_cuda else "FLOPs", note, model)
+        predicted = max(unit.peak for unit in units)
+        if not fits:
+            largest = next(unit.name for unit in units if unit.peak == predicted)
             raise ValueError(
-                f"a step takes {format_bytes(measured)}, more than {format_bytes(budget)}, though "
-                f"it was planned for {format_bytes(limit)}; allow more memory"
+                f"no plan fits into {budget:,} bytes: the smallest budget is {measured:,} bytes, "
+                f"which {largest} needs; use a smaller batch"
             )
-    return Plan(units, budget, measured, "seconds" if is_cuda else "FLOPs", note, model)
+        # Made once more for less; if that is not enough, for as little as possible.
+        limit = 0 if note else budget - (measured - predicted)
+        note = f"made again, as a first plan took {format_bytes(measured - budget)} too much"
 
 
 def measure_step(
@@ -287,24 +295,6 @@ def _backward(model: nn.Module, units: Sequence[PlannedUnit]) -> Any:
     if isinstance(model, Chain):
         return tuple(unit.choice for unit in units[:-1])
     return {unit.name: unit.choice for unit in units[:-1]}
-
-
-def _choose(problem: Problem, limit: int, names: Sequence[str], budget: int) -> list[PlannedUnit]:
-    """Return the cheapest choices that stay within a limit."""
-    choices = solve(problem, limit) if limit > 0 else None
-    if choices is not None:
-        return list(_planned(problem, choices, names))
-    least = find_least(problem)
-    choices = solve(problem, least)
-    assert choices is not None
-    peaks = [peak for _, peak in trace(problem, choices)]
-    name = names[peaks.index(max(peaks))]
-    # With the margin of a GPU, or what a first plan took beyond its prediction.
-    needed = -(-least * budget // limit) if limit > 0 else least + budget - limit
-    raise ValueError(
-        f"no plan fits into {budget:,} bytes: the smallest budget is {needed:,} bytes, which "
-        f"{name} needs; use a smaller batch"
-    )
 
 
 def _planned(

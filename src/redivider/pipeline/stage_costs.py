@@ -1,7 +1,6 @@
 """Times and bytes of the stages of a pipeline, measured here to simulate it elsewhere."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median
@@ -10,18 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redivider._torch_private import spin
-from redivider.backward.auto import timer
 from redivider.chain import Chain, taken
 from redivider.checks.memory import format_bytes, measure_memory
 from redivider.checks.restore import restored
+from redivider.gpu.stopwatch import Stopwatch
 from redivider.pipeline.diagnostics.memory import count_bytes, holdings, sum_of_means
 from redivider.pipeline.partition import units_of
 from redivider.pipeline.pipeline import Pipeline
 from redivider.pipeline.schedule import Schedule
 from redivider.tree import map_tensors, tensors_of
-
-CLOCK = 2e9  # cycles of a GPU per second, about
 
 
 @dataclass(frozen=True)
@@ -101,10 +97,10 @@ def measure_stages(
         example=x,
     )
     how = {"on_gpu": any(tensor.is_cuda for tensor in tensors_of(x)), "ahead": capture}
-    watches: dict[str, list[_Stopwatch]] = {"run_forward": [], "run_backward": []}
+    watches: dict[str, list[Stopwatch]] = {"run_forward": [], "run_backward": []}
     for name, own in watches.items():
         for stage in pipe.stages:
-            own.append(_Stopwatch(getattr(stage, name), **how))
+            own.append(Stopwatch(getattr(stage, name), **how))
             setattr(stage, name, own[-1])
     for _ in range(pipe.schedule.num_in_flight + repeats):
         # Copies, because a tensor in several micro-batches would count once.
@@ -127,39 +123,6 @@ def measure_stages(
     )
 
 
-class _Stopwatch:
-    """Seconds of calls of a function.
-
-    Args:
-        run: The function.
-        on_gpu: Whether it runs on a GPU.
-        ahead: Whether to let the host run ahead of the device, which then never waits for it.
-    """
-
-    def __init__(self, run: Callable[..., Any], *, on_gpu: bool, ahead: bool) -> None:
-        self._run, self._on_gpu, self._ahead = run, on_gpu, ahead
-        self._host = 0.0  # seconds of the host in the last call
-        self.seconds: list[float] = []
-
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            if self._ahead:
-                spin(int(2 * self._host * CLOCK))
-            start, end = timer(), timer()
-            start.record()
-        began = time.perf_counter()
-        result = self._run(*args, **keywords)
-        took = time.perf_counter() - began
-        if self._on_gpu:
-            end.record()
-            end.synchronize()
-            self._host = took if self.seconds else 0.0  # the first call may compile
-            took = start.elapsed_time(end) / 1000
-        self.seconds.append(took)
-        return result
-
-
 def _measure_plain(
     pipe: Pipeline, x: Any, side: dict[str, Any], repeats: int, how: dict[str, bool]
 ) -> tuple[list[float], list[int]]:
@@ -171,7 +134,7 @@ def _measure_plain(
         with restored(chain):
             x = map_tensors(_as_input, x)
             graph.append(measure_memory(chain, x, **own).held)
-            watch = _Stopwatch(torch.autograd.backward, **how)
+            watch = Stopwatch(torch.autograd.backward, **how)
             for _ in range(repeats):
                 y = chain(x, **own)
                 outputs = [tensor for tensor in tensors_of(y) if tensor.requires_grad]

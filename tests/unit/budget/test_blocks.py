@@ -4,14 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.budgets import smallest_budget
 from torch import nn
 
 import redivider as rd
 from redivider.budget import blocks as measuring
 from redivider.budget.blocks import measure_blocks
+from redivider.budget.measure import measure_part
 from redivider.budget.plan import measure_step
 from redivider.budget.solve import find_least
-from redivider.convert.reversible import set_strategies, strategies_of
+from redivider.convert.reversible import blocks_of, set_strategies, strategies_of
 
 
 class Block(nn.Module):
@@ -73,11 +75,11 @@ def test_it_is_printed_saved_and_loaded(tmp_path):
 
 def test_a_budget_too_small_says_what_is_needed():
     model, x = make()
-    least = least_of(model, x)
-    with pytest.raises(ValueError, match=rf"smallest budget is {least:,} bytes, which layers\.\d"):
-        rd.plan(model, x, memory=least - 1, loss=loss_of)
+    least = smallest_budget(model, x, loss=loss_of, unit=r"layers\.\d")
     plan = rd.plan(model, x, memory=least, loss=loss_of)
-    assert plan.measured <= least and "compress" in plan
+    assert plan.measured == least <= least_of(model, x) and "compress" in plan
+    with pytest.raises(ValueError, match="no plan fits"):
+        rd.plan(model, x, memory=least - 1, loss=loss_of)
 
 
 def test_all_of_the_memory_means_store():
@@ -94,11 +96,10 @@ def test_exact_choices_come_before_compressed_ones():
 
 def test_equal_blocks_are_measured_once(monkeypatch):
     measured = []
-    original = measuring.measure_part
 
     def count(part, x, needs):
         measured.append(part.module.wrapped)
-        return original(part, x, needs)
+        return measure_part(part, x, needs)
 
     monkeypatch.setattr(measuring, "measure_part", count)
     model, x = make()
@@ -121,4 +122,4 @@ def test_networks_that_have_no_plan():
     model, x = make()
     with pytest.raises(ValueError, match=r"call model\.train\(\)|no gradient"):
         rd.plan(model.requires_grad_(False), x, memory="1GiB")
-    assert all(blocks.observe is None for blocks, _ in measuring.blocks_of(model).values())
+    assert all(blocks.observe is None for blocks, _ in blocks_of(model).values())

@@ -1,15 +1,17 @@
 """Plans: what they print, save and refuse, and what they leave as it was."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from support.budgets import smallest_budget
 from torch import nn
 
 import redivider as rd
 from redivider.budget import measure as measuring
-from redivider.budget.measure import measure
+from redivider.budget.measure import Part, measure
 from redivider.budget.plan import measure_step
 from redivider.budget.size import parse_bytes
 from redivider.budget.solve import find_least
@@ -94,10 +96,24 @@ def test_it_plots(planned, tmp_path):
 
 def test_a_budget_too_small_says_what_is_needed():
     model, x = make()
-    least = find_least(measure(model, x, {}, loss_of))
-    with pytest.raises(ValueError, match=rf"smallest budget is {least:,} bytes, which unit \d"):
+    least = smallest_budget(model, x, loss=loss_of, unit=r"unit \d")
+    assert rd.plan(model, x, memory=least, loss=loss_of).measured == least
+    assert least <= find_least(measure(model, x, {}, loss_of))
+    with pytest.raises(ValueError, match=f"smallest budget is {least:,} bytes"):
         rd.plan(model, x, memory=least - 1, loss=loss_of)
-    assert rd.plan(model, x, memory=least, loss=loss_of).measured <= least
+
+
+def test_captured_steps_do_not_offload():
+    model, x = make()
+    part = Part(model[1], {}, model.arithmetic)
+    assert "offload" in part.choices(is_cuda=True)
+    captured = replace(part, is_captured=True)
+    assert [*captured.choices(is_cuda=True), "offload"] == sorted(
+        part.choices(is_cuda=True), key="offload".__eq__
+    )
+    assert captured.choices(is_cuda=False) == part.choices(is_cuda=False)
+    whole = rd.plan(model, x, capture=True)
+    assert list(whole) == list(rd.plan(model, x))
 
 
 def test_all_of_the_memory_means_store():
@@ -119,6 +135,16 @@ def test_a_plan_that_takes_too_much_is_made_again_for_less(monkeypatch):
     monkeypatch.setattr("redivider.budget.plan.measure_step", Grown(10 * most))
     with pytest.raises(ValueError, match="no plan fits"):
         rd.plan(model, x, memory=budget)
+
+
+def test_the_plan_that_takes_least_is_the_last_resort(monkeypatch):
+    model, x = make()
+    least = find_least(measure(model, x, {}, loss_of))
+    budget = (least + measure_step(model, "store", x, loss_of)) // 2
+    takes = iter([budget + 1, budget + 1, budget])
+    monkeypatch.setattr("redivider.budget.plan.measure_step", lambda *args, **side: next(takes))
+    plan = rd.plan(model, x, memory=budget, loss=loss_of)
+    assert plan.predicted == least and "made again" in plan.note
 
 
 class Grown:
