@@ -1,6 +1,6 @@
 """FLOPs of a training step against the bytes it may take, on the CPU.
 
-    python benchmarks/memory-budget/curve.py docs/budget.svg
+    python benchmarks/memory-budget/curve.py docs/pictures/budget.svg
 
 Prints the table of docs/budget.md and draws its picture. Bytes are counted, so the result is the
 same on any machine.
@@ -15,10 +15,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
 from redivider.budget.measure import measure
+from redivider.budget.meter import counting_flops
 from redivider.budget.plan import measure_step
 from redivider.budget.solve import find_least, solve
 
@@ -46,7 +46,7 @@ def run(model: rd.Chain, x: torch.Tensor, backward: Any) -> tuple[int, int]:
     """Return the peak in bytes and the FLOPs of a step."""
     peak = measure_step(model, backward, x, loss_of)
     model.backward = backward
-    with FlopCounterMode(display=False) as counter:
+    with counting_flops() as counter:
         loss_of(model(x)).backward()  # type: ignore[no-untyped-call]
     return peak, counter.get_total_flops()
 
@@ -64,9 +64,7 @@ def main() -> None:
     budgets = [least + step * (most - least) // (NUM_BUDGETS - 1) for step in range(NUM_BUDGETS)]
     shown = [int(share * most) for share in SHOWN]
     points = []
-    print(
-        "| budget, of store's peak | peak, measured | FLOPs, of store's | stored, of 24 couplings |"
-    )
+    print("| budget, of store's peak | peak, measured | FLOPs, of store's | stored, saved, of 24 |")
     print("|---|---|---|---|")
     for budget in sorted([*budgets, *shown]):
         choices = solve(problem, budget)
@@ -77,7 +75,7 @@ def main() -> None:
         assert peak <= budget
         points.append((peak / 2**20, flops / work))
         if budget in (least, *shown, most):
-            stored = plan[1:-1].count("store")
+            stored = f"{plan[1:-1].count('store')} and {plan.count('save')}"
             print(
                 f"| {budget / most:.0%} | {peak / 2**20:.2f} MiB | {flops / work:.3f} | {stored} |"
             )

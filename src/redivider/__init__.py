@@ -9,6 +9,7 @@ if _TYPE_CHECKING:
     from redivider.arithmetic import Fixed as Fixed
     from redivider.arithmetic import Float as Float
     from redivider.backward.drift import DriftWarning as DriftWarning
+    from redivider.backward.saving import save as save
     from redivider.budget.plan import Plan as Plan
     from redivider.budget.plan import plan as plan
     from redivider.chain import Chain as Chain
@@ -78,6 +79,7 @@ _HOMES = {
     "measure_memory": "checks.memory",
     "plan": "budget.plan",
     "measure_stages": "pipeline.stage_costs",
+    "save": "backward.saving",
     "simulate": "pipeline.simulate",
     "units_from": "convert.units",
 }

@@ -59,6 +59,13 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
+def lower_to_input(operator: Any) -> None:
+    """Let Inductor compile an operator of one tensor to that tensor, without a copy."""
+    from torch._inductor.lowering import register_lowering
+
+    register_lowering(operator, type_promotion_kind=None)(lambda x: x)
+
+
 def loops_in_order() -> contextlib.AbstractContextManager[None]:
     """Compile without reordering loops after fusion.
 

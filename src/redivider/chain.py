@@ -17,7 +17,7 @@ from redivider._torch_private import call_uncompiled, is_exporting, original_mod
 from redivider.arithmetic import Arithmetic, resolve_arithmetic
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import keep_input
-from redivider.backward.row import Row, prepare_streams, run_on_grid
+from redivider.backward.row import Row, prepare_streams
 from redivider.backward.strategy import STORE, Strategy, begin_pass, resolve_strategies
 from redivider.coupling import Coupling, run_by
 from redivider.errors import UnitError, did_you_mean, naming
@@ -45,6 +45,9 @@ class Chain(nn.Module):
             unit, "offload" the same in host memory, "reverse" nothing of a coupling and all of a
             junction, "reverse-checkpoint" nothing of a coupling and the input of a junction,
             "compress" the same in 2 bits a value, with approximate gradients.
+            "save" is "reverse-checkpoint", and "offload-save" is "offload", but attention and what
+            `rd.save` marks are kept and not run again. "trim", for compiled units, keeps results of
+            products, too.
             "overlap" is "reverse", and "checkpoint-overlap" is "checkpoint", with the recomputation
             of a unit beside the backward of the next one on a GPU. "auto" times "reverse" and
             "overlap" on a GPU, and keeps the faster one. A list has one of these names, but "auto",
@@ -144,6 +147,8 @@ class Chain(nn.Module):
         for in_row, units in self.segments():
             x = prepare_streams(x) if in_row else x
             if in_row and self.arithmetic.exact:
+                from redivider.backward.traced import run_on_grid  # for an export alone
+
                 couplings: list[Any] = [unit for _, unit in units]
                 calls = [partial(unit.residual, side=taken(unit, side)) for unit in couplings]
                 x = run_on_grid(calls, x, self.arithmetic)
@@ -261,7 +266,7 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
         trial = chain._auto.trial(x, chain.training)
         choice = trial.pick()
         strategies = resolve_strategies(choice, len(chain))
-    keepings = begin_pass(strategies, [isinstance(unit, Coupling) for unit in chain], x)
+    keepings = begin_pass(strategies, chain, x)
     hint = ""
     for in_row, units in chain.segments():
         own, keepings = keepings[: len(units)], keepings[len(units) :]
@@ -270,21 +275,20 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
             names = [name for name, _ in units]
             with naming(names[0]):
                 x = prepare_streams(x)
-                if exact or any(keeping.keep != "graph" for keeping in own):
+                if exact or any(keeping.keep != "graph" or keeping.run for keeping in own):
                     row = Row(names, own, chain.arithmetic, chain._mailbox)
                     x = row.enter(x, drift_tolerance=drift_tolerance)
-        for (name, unit), (keep, ahead, keeper) in zip(units, own, strict=True):
+        for (name, unit), keeping in zip(units, own, strict=True):
             keywords = taken(unit, side)
             with naming(name, hint):
                 if row is not None and isinstance(unit, Coupling):
                     _verify_forward(unit)
                     with run_by(row, unit):  # which runs f, compiled or not
                         x = call_uncompiled(unit, x, **keywords)
-                elif in_row or keep == "graph":
-                    x = unit(x, **keywords)
+                elif in_row or keeping.keep == "graph":
+                    x = (keeping.run or unit)(x, **keywords)
                 else:
-                    how: dict[str, Any] = {"exact": exact, "ahead": ahead, "keeper": keeper}
-                    x = keep_input(name, unit, (x,), keywords, **how)
+                    x = keep_input(name, unit, (x,), keywords, keeping, exact=exact)
             hint = ""
         if row is not None:
             with naming(units[0][0]):

@@ -6,15 +6,22 @@ computation is inside the units, and units that differ only in their weights sha
 
 from collections.abc import Iterable
 from copy import copy
+from functools import partial
 from itertools import count
 from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from redivider._torch_private import call_uncompiled, set_compiled_call
+from redivider._torch_private import (
+    call_uncompiled,
+    lower_to_input,
+    set_compiled_call,
+)
 from redivider.arithmetic import Arithmetic, Checked
+from redivider.backward.saving import make_saving_contexts, make_trimming_contexts, marks_kept
 from redivider.coupling import Coupling
 from redivider.tree import tensors_of
 
@@ -33,6 +40,8 @@ def compile_units(
         options: Options of torch.compile.
     """
     runs: dict[Any, Any] = {} if shared is None else shared
+    if options.get("backend", "inductor") == "inductor":
+        lower_to_input(torch.ops.redivider.save.default)
     for unit in units:
         for module in (unit, unit.f) if isinstance(unit, Coupling) else (unit,):
             if any(True for _ in module.parameters()):
@@ -40,7 +49,7 @@ def compile_units(
                 if kind not in runs:
                     runs[kind] = [
                         torch.compile(own_code(function), **options)
-                        for function in (_run, _run_joint, _run_apart)
+                        for function in (_run, _run_joint, _run_apart, _run_saving, _run_trimmed)
                     ]
                 # The attribute that nn.Module.compile() sets.
                 set_compiled_call(module, _Compiled(module, *runs[kind]))
@@ -84,8 +93,11 @@ class CompiledArithmetic(Arithmetic):
 class _Compiled:
     """Compiled call of a module, with the variants that a backward uses."""
 
-    def __init__(self, module: nn.Module, run: Any, joint: Any, apart: Any) -> None:
+    def __init__(
+        self, module: nn.Module, run: Any, joint: Any, apart: Any, saving: Any, trimmed: Any
+    ) -> None:
         self._module, self._run, self._joint, self._apart = module, run, joint, apart
+        self._saving, self._trimmed = saving, trimmed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._module, *args, **kwargs)
@@ -107,10 +119,30 @@ class _Compiled:
         """
         return self._apart(self._module, dtypes, *args, **kwargs)
 
+    def run_saving(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with a graph that keeps its inputs, fused attention and marks alone."""
+        with marks_kept():
+            return self._saving(self._module, *args, **kwargs)
+
+    def run_trimmed(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with a graph that keeps results of products as well."""
+        with marks_kept():
+            return self._trimmed(self._module, *args, **kwargs)
+
 
 def _run(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     # The compiler skips the call of a container, and would compile its children one by one.
     return call_uncompiled(module, *args, **kwargs)
+
+
+def _run_saving(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    run = partial(call_uncompiled, module, **kwargs)
+    return checkpoint(run, *args, use_reentrant=False, context_fn=make_saving_contexts)
+
+
+def _run_trimmed(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    run = partial(call_uncompiled, module, **kwargs)
+    return checkpoint(run, *args, use_reentrant=False, context_fn=make_trimming_contexts)
 
 
 def _run_joint(module: nn.Module, a: Tensor, /, **side: Any) -> tuple[Tensor, Tensor, Tensor]:

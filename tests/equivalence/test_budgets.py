@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.networks import Marked
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
 from redivider.budget.measure import measure
+from redivider.budget.meter import counting_flops
 from redivider.budget.plan import measure_step
 from redivider.budget.solve import find_least, solve, trace
 
@@ -50,7 +51,7 @@ def loss_of(y):
 def run(model, backward, x):
     """Return the peak in bytes and the FLOPs of a step."""
     peak = measure_step(model, backward, x, loss_of)
-    with FlopCounterMode(display=False) as counter:  # which keeps tensors alive
+    with counting_flops() as counter:  # which keeps tensors alive
         measure_step(model, backward, x, loss_of)
     return peak, counter.get_total_flops()
 
@@ -81,8 +82,27 @@ def test_thirty_budgets(make):
         flops.append(work + sum(own[choice].cost for own, choice in pairs))
         if step % 10 == 0:  # costs are the FLOPs of real steps
             assert flops[-1] == run(model, plan, x)[1]
+    offered = {option.choice for own in problem.units for option in own}
+    assert ("save" in offered) == (make in (vit, gpt))  # with a bias the CPU fuses no attention
     assert all(more <= less for less, more in pairwise(flops))
     assert flops[0] > flops[-1] == work
+
+
+def test_plans_save_attention_where_it_is_most_of_the_work():
+    """Many tokens of small width: between `reverse` and `store`, "save" is the cheapest."""
+    torch.manual_seed(0)
+    sizes: Any = {"depth": 3, "width": 16, "heads": 1, "patch_size": 2, "image_size": 32}
+    model = rd.create_model("rev_vit_small", num_classes=10, **sizes)
+    x = torch.randn(1, 3, 32, 32)
+    problem = measure(model, x, {}, loss_of)
+    least, (most, work) = find_least(problem), run(model, "store", x)
+    choices = solve(problem, least + (most - least) // 4)
+    assert choices is not None
+    plan = [own[choice].choice for own, choice in zip(problem.units, choices, strict=True)]
+    assert plan.count("save") >= 2
+    costs = (own[choice].cost for own, choice in zip(problem.units, choices, strict=True))
+    peak, flops = run(model, plan[:-1], x)
+    assert peak <= least + (most - least) // 4 and flops == work + sum(costs)
 
 
 def small(arithmetic, dropout):
@@ -104,12 +124,14 @@ def small(arithmetic, dropout):
     units = [
         nn.Sequential(nn.Linear(6, 64), nn.ReLU()),
         rd.Duplicate(),
-        rd.Coupling(f(64)),
+        rd.Coupling(Marked(64, dropout)),
         rd.Coupling(plain(64)),
         rd.Coupling(f(64)),
-        rd.Coupling(f(64)),
+        rd.Coupling(Marked(64, dropout)),
+        rd.Coupling(Marked(64, dropout)),
         rd.Fuse("concat"),
         nn.Sequential(nn.Linear(128, 64), nn.ReLU()),
+        Marked(64, dropout),
         nn.Dropout(dropout),
         rd.Split(),
         rd.Coupling(f(32)),

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.networks import MLP, Buffered, ConvNorm, Twice
+from support.networks import MLP, Buffered, ConvNorm, Marked, Twice
 from support.oracle import gradients, run_plainly, weigh, worst_error
 from torch import nn
 
 import redivider as rd
 
-CHOICES = ("store", "checkpoint", "reverse", "reverse-checkpoint", "offload", "overlap")
+CHOICES = ("store", "checkpoint", "reverse", "reverse-checkpoint", "offload", "overlap", "save")
 
 
 def make_units() -> list[nn.Module]:
@@ -21,9 +21,9 @@ def make_units() -> list[nn.Module]:
     return [
         nn.Linear(6, 16),
         rd.Split(),
-        rd.Coupling(MLP(8, dropout=0.5)),
+        rd.Coupling(Marked(8, dropout=0.5)),
         rd.Coupling(Twice(8)),
-        rd.Coupling(MLP(8)),
+        rd.Coupling(Marked(8)),
         rd.Coupling(Buffered(8)),
         rd.Fuse("concat"),
         nn.BatchNorm1d(16),
@@ -32,6 +32,7 @@ def make_units() -> list[nn.Module]:
         rd.Coupling(MLP(16)),
         rd.Coupling(MLP(16, dropout=0.5)),
         rd.Fuse("add"),
+        Marked(16, dropout=0.5),
         nn.Linear(16, 4),
     ]
 
@@ -45,7 +46,7 @@ def run(chain, forward, x):
     return output.detach(), gradients(chain, x), torch.get_rng_state()
 
 
-plans = st.lists(st.sampled_from(CHOICES), min_size=14, max_size=14)
+plans = st.lists(st.sampled_from(CHOICES), min_size=15, max_size=15)
 
 
 @pytest.mark.slow

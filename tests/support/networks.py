@@ -18,6 +18,16 @@ class MLP(nn.Sequential):
         )
 
 
+class Marked(MLP):
+    """Keeps a product and random numbers for the backward, where the strategy says so."""
+
+    def forward(self, x):
+        norm, up, activation, dropout, down = self
+        hidden = rd.save(up(norm(x)))
+        scale = rd.save(torch.rand_like(hidden)) if self.training else 1.0
+        return down(dropout(activation(hidden) * scale))
+
+
 class ConvNorm(nn.Sequential):
     """As in PETRA: convolution with bias, batch norm, ReLU; the bias has a zero gradient."""
 

@@ -92,6 +92,17 @@ def test_a_call_runs_the_compiled_function():
     assert private.original_module(other) is None
 
 
+def test_a_lowering_is_registered():
+    """That it avoids a copy is tested in unit/backward/test_saving_compiled.py."""
+    from torch._inductor.lowering import lowerings
+
+    from redivider.backward import saving
+
+    operator = torch.ops.redivider.save.default
+    private.lower_to_input(operator)
+    assert lowerings[operator](3) == 3 and saving.save is redivider.save
+
+
 def test_loops_stay_in_order():
     from torch._inductor import config
 

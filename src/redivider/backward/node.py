@@ -20,6 +20,8 @@ from redivider.tree import tensors_of
 
 if TYPE_CHECKING:
     from redivider.backward.overlap import Overlap
+    from redivider.backward.saving import Saving
+    from redivider.backward.strategy import Keeping
 
 
 class Kept(ABC):
@@ -29,6 +31,8 @@ class Kept(ABC):
     """Index and name of the unit, for errors."""
     ahead: "Overlap | None" = None
     """Scheduler that prepares units before their turn, if there is one."""
+    saving: "Saving | None" = None
+    """Outputs of operations that are not run again, if there are any."""
     is_compiled = False
     """True if the module that runs again is compiled, into one autograd node."""
 
@@ -60,6 +64,14 @@ class Kept(ABC):
         """Return whether it can be prepared as soon as the other one is."""
         return self.ahead is not None and self.ahead is other.ahead
 
+    def take(self) -> list[Tensor]:
+        """Return the outputs of operations to save, after the first run."""
+        return [] if self.saving is None else self.saving.take()
+
+    def again(self, outputs: Sequence[Tensor]) -> Callable[..., Any] | None:
+        """Return a function that runs the module again, if not the module itself."""
+        return None if self.saving is None else self.saving.replay(outputs)
+
     def apply(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the unit as a node of the caller's graph."""
         outputs: tuple[Tensor, ...] = _Node.apply(self, *tensors)  # type: ignore[no-untyped-call]
@@ -86,7 +98,7 @@ class KeptInput(Kept):
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         result, self._record = self._call.first_run(tensors, with_graph=self._with_graph)
-        return self.split_output(result), tensors
+        return self.split_output(result), (*tensors, *self.take())
 
     def split_output(self, output: Any) -> Sequence[Tensor]:
         """Return the tensors of an output, and remember how they make it up."""
@@ -107,7 +119,8 @@ class KeptInput(Kept):
     def prepare(
         self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool
     ) -> GraphRun | None:
-        return self._call.rerun(saved, needs, self._record) if flows else None
+        tensors, run = saved[: len(needs)], self.again(saved[len(needs) :])
+        return self._call.rerun(tensors, needs, self._record, run) if flows else None
 
     def finish(
         self, prepared: GraphRun | None, needs: Sequence[bool], grads: Sequence[Tensor | None]
@@ -127,10 +140,9 @@ def keep_input(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    keeping: "Keeping",
     *,
     exact: bool,
-    ahead: "Overlap | None" = None,
-    keeper: Keeper | None = None,
 ) -> Any:
     """Run a module so that it keeps its arguments and no graph.
 
@@ -139,17 +151,16 @@ def keep_input(
         module: The module.
         args: Its arguments.
         kwargs: Its keywords.
+        keeping: State that it keeps.
         exact: Use the same kernels in both runs, so that they give the same bits.
-        ahead: Scheduler that prepares units before their turn.
-        keeper: Keeper of arguments elsewhere than in the graph.
     """
     call, tensors = Call.split(module, args, kwargs)
-    if keeper is None:
+    if keeping.keeper is None:
         kept = KeptInput(name, call, with_graph=exact)
     else:
         num_inputs = len(tensors_of(args))
-        kept = keeper.make_kept(name, call, with_graph=exact, num_inputs=num_inputs)
-    kept.ahead = ahead
+        kept = keeping.keeper.make_kept(name, call, with_graph=exact, num_inputs=num_inputs)
+    kept.ahead, kept.saving = keeping.ahead, keeping.saving and keeping.saving(call)
     return kept.run(tensors)
 
 
@@ -203,7 +214,7 @@ class _Job:
 
     def _node_before(self) -> Any:
         """Return the node of the unit that the backward reaches next, if it is near."""
-        node = _find_node(_previous_nodes(self._ctx), _is_kept)
+        node = find_node(_previous_nodes(self._ctx), _is_kept)
         return node if node is not None and node.kept.precedes(self.key) else None
 
     def prepare(self, *, flows: bool = True) -> Any:
@@ -238,25 +249,11 @@ class _Job:
             return input_grads
 
 
-def find_mark(tensor: Tensor, key: Any) -> Any:
-    """Return what `set_mark` has set for a key at a tensor that is near before this one."""
-    queue = [] if tensor.grad_fn is None else [tensor.grad_fn]
-    node = _find_node(queue, lambda node: key in node.metadata)
-    return None if node is None else node.metadata[key]
-
-
-def set_mark(tensor: Tensor, key: Any, mark: Any) -> None:
-    """Mark the place of a tensor in its graph."""
-    node: Any = tensor.grad_fn
-    if node is not None:
-        node.metadata[key] = mark
-
-
 def _is_kept(node: Any) -> bool:
     return isinstance(getattr(node, "kept", None), Kept)
 
 
-def _find_node(queue: list[Any], is_wanted: Callable[[Any], bool]) -> Any:
+def find_node(queue: list[Any], is_wanted: Callable[[Any], bool]) -> Any:
     """Return the first wanted node among some nodes, and those that the backward reaches next."""
     for _ in range(NUM_SEARCHED):
         if not queue:

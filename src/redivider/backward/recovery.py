@@ -46,11 +46,15 @@ def recover(
     needs: Sequence[bool],
     record: Record,
     arithmetic: Arithmetic,
+    again: Callable[..., Any] | None = None,
 ) -> Recovered:
-    """Evaluate f once, at `tensors` (`a` in its real form first), and undo its addition to `c`."""
+    """Evaluate f once, at `tensors` (`a` in its real form first), and undo its addition to `c`.
+
+    `again` is called instead of f.
+    """
     joint = getattr(compiled_call(call.module), "run_joint", None)
     if joint is None or arithmetic.exact:  # to the last bit: with the kernels of the forward
-        run = call.rerun(tensors, needs, record)
+        run = call.rerun(tensors, needs, record, again)
         r = run.output
     else:
         run = call.rerun(tensors, needs, record, joint)

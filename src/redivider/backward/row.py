@@ -13,7 +13,7 @@ Beside the tensors that autograd sees, couplings hand on the stored form of the 
 (arithmetic.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,8 +83,8 @@ class Row:
                 "hooks on couplings may look, and a junction may change"
             )
         name, exact = self.names[self._next], self.arithmetic.exact
-        keep, ahead, keeper = self.keepings[self._next]
-        if keep == "nothing":
+        keeping = self.keepings[self._next]
+        if keeping.keep == "nothing":
             if self._drift_tolerance is not None and self._is_bottom(self._next):
                 from redivider.backward.drift import Drift  # one step in a hundred needs it
 
@@ -95,9 +95,10 @@ class Row:
         else:
             # The view sums f's gradients for `a` before the other stream's gradient is added. That
             # is the order in recovery, so both strategies are equal to the last bit.
-            if keep == "input":
-                how: dict[str, Any] = {"exact": exact, "ahead": ahead, "keeper": keeper}
-                r = keep_input(name, coupling.f, (a,), side, **how)
+            if keeping.keep == "input":
+                r = keep_input(name, coupling.f, (a,), side, keeping, exact=exact)
+            elif keeping.run is not None:
+                r = keeping.run(a.view_as(a), **side)
             else:
                 r = coupling.residual(a.view_as(a), side)
             c = _straight_through(self.advance(verify_residual(r, a)), b, r)
@@ -207,23 +208,6 @@ def prepare_streams(streams: Any) -> Streams:
     return _ordered(a), _ordered(b)
 
 
-def run_on_grid(
-    residuals: Sequence[Callable[[Tensor], Tensor]], streams: Streams, arithmetic: Arithmetic
-) -> Streams:
-    """Run couplings for their values alone, in a graph that is traced: without faults and checks.
-
-    Args:
-        residuals: The functions of the couplings.
-        streams: Their input.
-        arithmetic: Arithmetic that adds the residuals.
-    """
-    dtype = streams[0].dtype
-    a, b = (arithmetic.store(stream).stored for stream in streams)
-    for residual in residuals:
-        a, b = arithmetic.add(b, residual(arithmetic.real(a, dtype))).stored, a
-    return arithmetic.real(a, dtype), arithmetic.real(b, dtype)
-
-
 def _ordered(x: Tensor) -> Tensor:
     """Return a stream whose dimensions have an order in memory, which an expanded one has not.
 
@@ -240,7 +224,8 @@ class _KeptNothing(Kept):
 
     def __init__(self, row: Row, index: int, call: Call) -> None:
         self.name = row.names[index]
-        self.ahead = row.keepings[index].ahead
+        keeping = row.keepings[index]
+        self.ahead, self.saving = keeping.ahead, keeping.saving and keeping.saving(call)
         self.is_compiled = call.is_compiled
         self._row = row
         self._index = index
@@ -260,21 +245,23 @@ class _KeptNothing(Kept):
         exact = self._row.arithmetic.exact
         r, self._record = self._call.first_run(tensors[1:], with_graph=exact)
         c = self._row.advance(verify_residual(r, a))
-        return (c, a.detach()), (*others, *self._row.kept(self._index))
+        return (c, a.detach()), (*others, *self.take(), *self._row.kept(self._index))
 
     def prepare(
         self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool
     ) -> Recovered | None:
         row, num_others = self._row, len(needs) - 2
-        others, kept = saved[:num_others], saved[num_others:]
+        num_outputs = 0 if self.saving is None else self.saving.num_tensors
+        others, rest = saved[:num_others], saved[num_others:]
+        outputs, kept = rest[:num_outputs], rest[num_outputs:]
         c, a = kept if kept else row.take_back(self._index)
         row.lend(self._index, (c, a))
         recovers = row.wants_input(self._index, needs[0] or needs[1])
-        if not flows:
-            if not recovers:
-                return None
-            if not row.arithmetic.exact:  # exact recovery needs a graph, for the forward's kernels
-                needs = [False] * len(needs)
+        if not (flows or recovers):
+            return None
+        # Exact recovery needs a graph, for the forward's kernels, as do outputs of operations.
+        if not (flows or row.arithmetic.exact or outputs):
+            needs = [False] * len(needs)
         recovered = recover(
             self._call,
             c if recovers else None,
@@ -282,6 +269,7 @@ class _KeptNothing(Kept):
             needs[1:],
             self._record,
             row.arithmetic,
+            self.again(outputs),
         )
         if recovered.b is not None:
             row.hand_back(self._index, (a, recovered.b))

@@ -9,18 +9,27 @@
     "reverse-checkpoint"   nothing       input         4
     "overlap"              nothing       graph         4, one of them beside the others
     "checkpoint-overlap"   input         input         4, one of them beside the others
+    "save"                 nothing       input         4, less the operations that are saved
+    "offload-save"         input, in host memory       the same, and copies beside them
+    "trim"                 input, results of products  3, and pointwise work
     "auto"                 nothing       graph         "reverse" or "overlap", whichever is faster
 
+With "save" units also keep fused attention and what `rd.save` marks. A compiled f keeps them in a
+graph, with its input, and is not reversed. "trim" is for compiled f alone.
+
 Gomez et al. 2017 (RevNet) for reversal, Chen et al. 2016 for checkpoints; for the overlap see
-overlap.py, for the choice auto.py, for few bits tape.py, for host memory offload.py.
+overlap.py, for the choice auto.py, for few bits tape.py, for host memory offload.py, for saved
+operations saving.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 
+from redivider.coupling import Coupling
 from redivider.errors import not_one_of
 from redivider.tree import tensors_of
 
@@ -39,6 +48,10 @@ class Keeping(NamedTuple):
     """Scheduler that prepares units before their turn, if there is one."""
     keeper: "Keeper | None" = None
     """Keeper of inputs elsewhere than in the graph, if there is one."""
+    saving: Callable[[Any], Any] | None = None
+    """Constructor of what keeps outputs of operations inside of a call, if there is one."""
+    run: Callable[..., Any] | None = None
+    """Function that runs the module with its graph, if that is not the module itself."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,8 @@ class Strategy:
     overlaps: bool = False
     offloads: bool = False
     compresses: bool = False
+    saves: bool = False
+    trims: bool = False
 
     @property
     def reverses(self) -> bool:
@@ -100,6 +115,9 @@ STRATEGIES = {
     "reverse-checkpoint": Strategy("nothing", "input"),
     "overlap": Strategy("nothing", "graph", overlaps=True),
     "checkpoint-overlap": Strategy("input", "input", overlaps=True),
+    "save": Strategy("nothing", "input", saves=True),
+    "offload-save": Strategy("input", "input", offloads=True, saves=True),
+    "trim": Strategy("graph", "graph", trims=True),
     "auto": Strategy("nothing", "graph"),
 }
 
@@ -124,12 +142,16 @@ def resolve_strategies(backward: str | Sequence[str], num_units: int) -> list[St
     return [resolve_strategy(name) for name in backward]
 
 
-def begin_pass(
-    strategies: Sequence[Strategy], is_coupling: Sequence[bool], x: Any
-) -> list[Keeping]:
+def begin_pass(strategies: Sequence[Strategy], units: Iterable[nn.Module], x: Any) -> list[Keeping]:
     """Return what every unit keeps in a pass on x."""
     helpers = {own: (own.make_overlap(x), own.make_keeper(x)) for own in dict.fromkeys(strategies)}
-    return [
-        Keeping(own.coupling if couples else own.junction, *helpers[own])
-        for own, couples in zip(strategies, is_coupling, strict=True)
+    pairs = list(zip(strategies, units, strict=True))
+    keepings = [
+        Keeping(own.coupling if isinstance(unit, Coupling) else own.junction, *helpers[own])
+        for own, unit in pairs
     ]
+    if any(own.saves or own.trims for own in strategies):
+        from redivider.backward.saving import refine
+
+        keepings = [refine(*pair, keeping) for pair, keeping in zip(pairs, keepings, strict=True)]
+    return keepings

@@ -118,8 +118,9 @@ class _Kinds:
         begin = _beginner(blocks, index, x, own, keywords)
         part = Part(
             blocks.plain[index],
-            {},
+            keywords,
             resolve_arithmetic("float"),
+            args=own,
             begin=begin,
             is_captured=self._is_captured,
         )

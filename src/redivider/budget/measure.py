@@ -7,7 +7,6 @@ leave it are counted apart: they lie between units, and neighbours may share the
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from typing import Any, TypeAlias
 from weakref import ref
@@ -15,7 +14,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.flop_counter import FlopCounterMode
 
 from redivider._torch_private import compiled_call
 from redivider.arithmetic import Arithmetic
@@ -23,8 +21,9 @@ from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import keep_input
 from redivider.backward.offload import NUM_LEAVING
 from redivider.backward.row import Row, prepare_streams
+from redivider.backward.saving import Saving
 from redivider.backward.strategy import begin_pass, resolve_strategy
-from redivider.budget.meter import Meter, counting
+from redivider.budget.meter import Meter, counting, counting_flops
 from redivider.budget.solve import Key, Option, Peak, Problem
 from redivider.chain import Chain, name_unit, taken
 from redivider.checks.restore import restored
@@ -32,17 +31,18 @@ from redivider.convert.reversible import PLACE
 from redivider.coupling import Coupling
 from redivider.errors import naming
 from redivider.gpu.stopwatch import Stopwatch
+from redivider.replay import Call
 from redivider.tree import map_tensors, tensors_of
 
 NUM_TIMED = 5  # runs, of which the median counts
 NUM_WARM = 2  # runs before them
 NUM_IN_ROW = 3  # equal couplings in a row that is timed
-REVERSED = ("reverse", "overlap")
+REVERSED = ("reverse", "overlap", "save")
 PLACES = (PLACE, "layer_idx")  # attributes that say where a block is, ours and transformers'
 ON_GPU = ("offload", "overlap")
-# Choices for a junction, for a coupling, and for a block of `rd.make_reversible`.
+# Choices for junctions, couplings, and blocks of `rd.make_reversible`; `_inside` has more.
 JUNCTION = ("store", "checkpoint", "offload")
-COUPLING = (*JUNCTION, *REVERSED)
+COUPLING = (*JUNCTION, "reverse", "overlap")
 BLOCK = (*JUNCTION, "compress")
 
 
@@ -90,6 +90,8 @@ class Part:
     is_loss: bool = False
     is_first: bool = False
     """Whether its input is that of the chain, which does not count."""
+    args: tuple[Any, ...] = ()
+    """Arguments after its input."""
     begin: Callable[[str], Run] | None = None
     """For a block: a function from a choice to a function that runs the block by it."""
     is_captured: bool = False
@@ -217,32 +219,70 @@ def measure_part(part: Part, x: Any, needs: bool) -> Measured:
     """Measure one kind of unit by all choices that there are for it."""
     is_cuda = any(tensor.is_cuda for tensor in tensors_of(x))
     choices = part.choices(is_cuda)
+    if not part.is_loss:
+        more, flops_of_save = _inside(part, x, needs, is_cuda)
+        choices += more
     usages = {choice: _use([part], choice, x, needs, is_cuda) for choice in choices}
-    if "offload" in choices:
-        # Alone, its input would not leave the device. In a chain the inputs of a few others are on
-        # their way to the host, or back.
-        own, moving = usages["checkpoint"], NUM_LEAVING * _size(x)
-        forward, backward = own.forward + moving, own.backward + moving + _size(x)
-        usages["offload"] = replace(own, keeps=(), forward=forward, backward=backward)
+    # Alone, its input would not leave the device. In a chain the inputs of a few others are on
+    # their way to the host, or back.
+    for choice, like in (("offload", "checkpoint"), ("offload-save", "offload-save")):
+        if choice in usages:
+            own, moving = usages[like], NUM_LEAVING * _size(x)
+            forward, backward = own.forward + moving, own.backward + moving + _size(x)
+            usages[choice] = replace(own, keeps=(), forward=forward, backward=backward)
     inner = {}
     for choice in REVERSED:
-        if choice in usages:
+        if choice in usages and _is_reversed(part, choice, x):
             # The lowest coupling of a run need not rebuild its input, so it takes three to have one
             # inside. Copies have gradients of their own.
             above = [replace(part, module=deepcopy(part.module)) for _ in range(2)]
             run = _use([part, *above], choice, x, needs, is_cuda)
             held = (run.held - usages[choice].held) // 2
-            inner[choice] = replace(run, held=held, backward=run.inside - held)
+            # Below the top there are two, and the lower one needs no more than the other.
+            inner[choice] = replace(run, held=held, backward=run.inside - 2 * held)
             usages[choice] = replace(usages[choice], backward=run.backward)
     if is_cuda:
         seconds = {choice: _time(part, choice, x, needs) for choice in choices}
         costs = {choice: max(0.0, seconds[choice] - seconds["store"]) for choice in choices}
     else:
         flops = _count_flops(part, x)
-        costs = {choice: 0.0 if choice == "store" else flops for choice in choices}
+        costs = dict.fromkeys(choices, flops) | {"store": 0.0}
+        if "save" in choices:
+            costs["save"] = flops_of_save
         if "compress" in costs:  # of two that recompute as much, prefer the exact one
             costs["compress"] += sum(tensor.numel() for tensor in tensors_of(x))
     return Measured(usages, costs, inner)
+
+
+def _inside(part: Part, x: Any, needs: bool, is_cuda: bool) -> tuple[list[str], float]:
+    """Return the choices for what is kept inside of a unit, and the FLOPs of "save".
+
+    Those of compiled units can only be measured on a GPU: counters see no compiled code.
+    """
+    inputs = _fresh(x, needs)
+    module, args = part.module, (inputs, *part.args)
+    if part.couples:
+        module, args = module.f, inputs[:1]
+    if hasattr(compiled_call(module), "run_saving"):
+        return ["save", "trim"] if is_cuda else [], 0.0
+    call, _ = Call.split(module, args, part.side)
+    if any(compiled_call(own) is not None for own in call.modules):
+        return [], 0.0
+    saving = Saving(call)
+    with torch.enable_grad():
+        saving.record(*args, **part.side)
+    if not saving.num_tensors:  # then it would be as "reverse" or "checkpoint"
+        return [], 0.0
+    with torch.no_grad(), counting_flops() as counter:
+        saving.replay(saving.take())(*args, **part.side)
+    offloads = is_cuda and not part.is_captured
+    return ["save", *["offload-save"] * offloads], float(counter.get_total_flops())
+
+
+def _is_reversed(part: Part, choice: str, x: Any) -> bool:
+    """Return whether a coupling rebuilds its input by this choice; compiled ones do not save so."""
+    (keeping,) = begin_pass([resolve_strategy(choice)], [part.module], x)
+    return keeping.keep == "nothing"
 
 
 def _use(parts: Sequence[Part], choice: str, x: Any, needs: bool, is_cuda: bool) -> Usage:
@@ -280,7 +320,7 @@ def _use_once(parts: Sequence[Part], choice: str, x: Any, needs: bool, meter: Me
     grads = torch.autograd.grad(total, wanted, allow_unused=True)
     backward = meter.peak_without(grads[len(edges) :], start) - held - kept
     # With overlap, there is no moment between two units.
-    below = marks[0] if marks and choice == "reverse" else start
+    below = marks[0] if marks and choice != "overlap" else start
     left = meter.bytes - total.nbytes - _size(grads)
     inside = meter.peak_without(grads[len(edges) :], below)
     received = [grad for grad in grads[: len(edges)] if grad is not None]
@@ -300,16 +340,15 @@ def _start(
     if part.begin is not None:
         run_block = part.begin(choice)
         return (lambda x, mark: run_block(x)), inputs
-    keepings = begin_pass([strategy] * len(parts), [part.couples] * len(parts), inputs)
+    keepings = begin_pass([strategy] * len(parts), [part.module for part in parts], inputs)
 
     if not part.couples:
-        keep, ahead, keeper = keepings[0]
-        how: dict[str, Any] = {"exact": part.arithmetic.exact, "ahead": ahead, "keeper": keeper}
+        keeping, exact = keepings[0], part.arithmetic.exact
 
         def run(x: Any, mark: Callable[[Tensor], None]) -> Any:
-            if keep == "graph":
-                return part.module(x, **part.side)
-            return keep_input("unit", part.module, (x,), part.side, **how)
+            if keeping.keep == "graph":
+                return (keeping.run or part.module)(x, **part.side)
+            return keep_input("unit", part.module, (x,), part.side, keeping, exact=exact)
 
         return run, inputs
 
@@ -362,9 +401,8 @@ def _time(part: Part, choice: str, x: Any, needs: bool) -> float:
 
 
 def _count_flops(part: Part, x: Any) -> float:
-    run = part.begin("store") if part.begin is not None else partial(part.module, **part.side)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        run(x)
+    with torch.no_grad(), counting_flops() as counter:
+        part.module(x, *part.args, **part.side)
     return float(counter.get_total_flops())
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from redivider._torch_private import compiled_call, remove_forward_pre_hook
-from redivider.backward.node import Keeper, KeptInput, find_mark, set_mark
+from redivider.backward.node import Keeper, KeptInput, find_node
 from redivider.backward.quantizer import MAX_BITS
 from redivider.backward.strategy import Strategy, resolve_strategy
 from redivider.backward.tape import BITS, Tapes
@@ -142,11 +142,11 @@ class Blocks:
                 return plain(x, *args, **kwargs)
             if self.observe is not None:
                 return self.observe(self, index, x, args, kwargs)
-            keepers = find_mark(x, self)  # of the pass that the stream belongs to
+            keepers = _find_mark(x, self)  # of the pass that the stream belongs to
             keepers = Keepers() if keepers is None else keepers
             output = self.run_by(self.backward[index], index, keepers, x, args, kwargs)
             for tensor in tensors_of(output):
-                set_mark(tensor, self, keepers)
+                _set_mark(tensor, self, keepers)
             return output
 
     def run_by(
@@ -180,11 +180,29 @@ class Blocks:
             keepers[strategy] = keeper
             kept = keeper.make_kept(self._names[index], call, with_graph=True, num_inputs=1)
         kept.returns_others = True
+        if strategy.saves:
+            from redivider.backward.saving import Saving
+
+            kept.saving = Saving(call)
         return kept.run(inputs)
 
     def make_keeper(self, strategy: Strategy, x: Tensor) -> Keeper | None:
         """Return what keeps inputs elsewhere than in the graph, in a pass."""
         return Tapes(self._bits) if strategy.compresses else strategy.make_keeper(x)
+
+
+def _find_mark(tensor: Tensor, key: Any) -> Any:
+    """Return what `_set_mark` has set for a key at a tensor that is near before this one."""
+    queue = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    node = find_node(queue, lambda node: key in node.metadata)
+    return None if node is None else node.metadata[key]
+
+
+def _set_mark(tensor: Tensor, key: Any, mark: Any) -> None:
+    """Mark the place of a tensor in its graph."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[key] = mark
 
 
 def blocks_of(model: nn.Module) -> dict[str, tuple[Blocks, int]]:

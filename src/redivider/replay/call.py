@@ -45,6 +45,8 @@ class Call:
 
     def __init__(self, tree: ModuleTree, others: list[Any], spec: Any) -> None:
         self.module = tree.modules[0]
+        self.first: Callable[..., Any] = self.module
+        """Function that runs the module with its graph for the first time."""
         self.modules = tree.modules
         self._tree = tree
         self._others = others  # the arguments without tensors, which must not be kept alive here
@@ -93,6 +95,7 @@ class Call:
         # The first call builds a graph in any case, to verify what the module depends on. But a
         # compiled module draws other random numbers than a plain one, so its first run must be
         # compiled as well; its dependences are verified in the second run.
+        with_graph = with_graph or self.first is not self.module
         if with_graph or not (self.is_compiled or self.module in _verified):
             needs = [tensor.requires_grad for tensor in tensors]
             # The graph is temporary, so the caller's hooks on saved tensors must not see it.
@@ -135,7 +138,7 @@ class Call:
             _explaining_writes(),
         ):
             leaves = self._leaves(tensors, needs)
-            output = self._run(leaves, self.module)
+            output = self._run(leaves, self.first)
         _verify_unwritten(tensors, versions)
         if self.module not in _verified:
             _verify_unsharded(self.modules)

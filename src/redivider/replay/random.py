@@ -33,17 +33,17 @@ class Draws(Randomness):
     """The caller's generators, with their states from before the run."""
 
     def __init__(self, device: torch.device) -> None:
-        self._devices = _devices(device)
+        self._devices = devices_of(device)
         self._before: dict[torch.device, Tensor] = {}
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        before = {device: _get_state(device) for device in self._devices}
+        before = {device: get_state(device) for device in self._devices}
         yield
         self._before = {
             device: state
             for device, state in before.items()
-            if not torch.equal(state, _get_state(device))
+            if not torch.equal(state, get_state(device))
         }
 
     def again(self) -> AbstractContextManager[None]:
@@ -53,7 +53,7 @@ class Draws(Randomness):
     def _replaying(self) -> Iterator[None]:
         with _restoring_states(self._before):
             for device, state in self._before.items():
-                _set_state(device, state)
+                set_state(device, state)
             yield
 
 
@@ -67,7 +67,7 @@ class Seeded(Randomness):
 
     def __init__(self, seed: int, microbatch: int, unit: int, device: torch.device) -> None:
         self._seed, self._microbatch, self._unit = seed, microbatch, unit
-        self._devices = _devices(device)
+        self._devices = devices_of(device)
         self.drew = False
         """True once a run has drawn numbers."""
 
@@ -87,21 +87,21 @@ class Seeded(Randomness):
                     torch.default_generator.manual_seed(mixed)
                 else:
                     _place(device, self._seed, _offset(self._microbatch, self._unit))
-            start = [_get_state(device) for device in self._devices]
+            start = [get_state(device) for device in self._devices]
             yield
             pairs = zip(self._devices, start, strict=True)
-            self.drew = any(not torch.equal(_get_state(device), state) for device, state in pairs)
+            self.drew = any(not torch.equal(get_state(device), state) for device, state in pairs)
 
     @contextmanager
     def _captured(
         self, begins: int, draws: list[torch.device], device: torch.device
     ) -> Iterator[None]:
-        before = _get_state(device)
+        before = get_state(device)
         _set_offset(device, _offset(self._microbatch, self._unit) - _offset(begins, 0))
-        start = _get_state(device)
+        start = get_state(device)
         yield
-        if torch.equal(_get_state(device), start):
-            _set_state(device, before)  # the replay of a graph that draws nothing is cheaper
+        if torch.equal(get_state(device), start):
+            set_state(device, before)  # the replay of a graph that draws nothing is cheaper
         else:
             self.drew = True
             draws.append(device)
@@ -150,28 +150,31 @@ def mix_seeds(*parts: int | str) -> int:
     return int.from_bytes(digest) >> 1  # generators take 63 bits
 
 
-def _devices(device: torch.device) -> tuple[torch.device, ...]:
+def devices_of(device: torch.device) -> tuple[torch.device, ...]:
+    """Return the devices whose generators a run on a device may use."""
     return (CPU,) if device.type in ("cpu", "meta") else (CPU, device)
 
 
 @contextmanager
 def _restoring_states(devices: Iterable[torch.device]) -> Iterator[None]:
-    states = {device: _get_state(device) for device in devices}
+    states = {device: get_state(device) for device in devices}
     try:
         yield
     finally:
         for device, state in states.items():
-            _set_state(device, state)
+            set_state(device, state)
 
 
-def _get_state(device: torch.device) -> Tensor:
+def get_state(device: torch.device) -> Tensor:
+    """Return the state of a device's generator."""
     if device.type == "cpu":
         return torch.get_rng_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
-def _set_state(device: torch.device, state: Tensor) -> None:
+def set_state(device: torch.device, state: Tensor) -> None:
+    """Set the state of a device's generator."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -191,9 +194,9 @@ def _place(device: torch.device, seed: int, offset: int) -> None:
 
 def _set_offset(device: torch.device, offset: int) -> None:
     """Set an offset during a capture, when `Generator.set_offset` is refused."""
-    seed = _get_state(device)[:8]
+    seed = get_state(device)[:8]
     offset_bytes = torch.tensor([offset], dtype=torch.int64).view(torch.uint8)
-    _set_state(device, torch.cat([seed, offset_bytes]))
+    set_state(device, torch.cat([seed, offset_bytes]))
 
 
 def _generator(device: torch.device) -> torch.Generator:
