@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.lanes import Races, Recorded
 from support.networks import MLP, Attention
-from support.oracle import gradients, weigh
+from support.oracle import gradients, weigh, worst_error
 from torch import nn
 
 import redivider as rd
@@ -79,6 +79,17 @@ def test_gradients_are_those_of_checkpointing(made, depth, options):
     shift = torch.rand(4, 1, 1).double()
     for _ in range(2):  # gradients add up
         assert equal(train(chain, 0, 1, shift=shift), train(other, 0, 1, shift=shift))
+    assert len(made) == 4
+
+
+def test_saved_operations_stay_on_the_device(made):
+    chain = network()
+    chain.backward = "offload-save"
+    other = copy.deepcopy(chain)
+    other.backward = "checkpoint"
+    for _ in range(2):
+        grads, true = train(chain, 0, 1), train(other, 0, 1)
+        assert all(worst_error(*pair) <= 1e-12 for pair in zip(grads, true, strict=True))
     assert len(made) == 4
 
 
