@@ -29,6 +29,11 @@ SHARES = (0.25, 0.4, 0.6, 0.8)  # of store's memory
 TORCH_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # values of torch's setting
 NUM_STEPS = 20
 NUM_UNITS = 400
+PARTIAL = (
+    (0.7, 0.12),
+    (0.4, 0.35),
+    (0.15, 0.7),
+)  # shares of the graph kept, of the work done twice
 MIB = 2**20
 
 
@@ -135,7 +140,14 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def time_solver() -> None:
-    """Print seconds to solve 400 units of a few kinds, on one core."""
+    """Print seconds to solve 400 units of a few kinds, by three and by six options, on one core."""
+    torch.set_num_threads(1)
+    for num_options in (3, 6):
+        time_options(num_options)
+
+
+def time_options(num_options: int) -> None:
+    """Print seconds to solve 400 units of a few kinds with so many options each."""
     rng = random.Random(0)
     stream = 25 * MIB
     for num_kinds in (1, 2, 8, 20):
@@ -145,13 +157,16 @@ def time_solver() -> None:
         for i in range(NUM_UNITS):
             graph, cost = kinds[i % num_kinds]
             inside, top = Peak((), graph + 5 * stream), Peak((), graph + 3 * stream)
-            units.append(
-                (
-                    Option("store", 0.0, graph, (i - 1,), (Peak((i,), 2 * stream),)),
-                    Option("checkpoint", cost, 0, (i - 1,), (top,)),
-                    Option("reverse", 1.02 * cost, 0, (), (inside,), (i, i - 1), (top,)),
-                )
-            )
+            options = [
+                Option("store", 0.0, graph, (i - 1,), (Peak((i,), 2 * stream),)),
+                Option("checkpoint", cost, 0, (i - 1,), (top,)),
+                Option("reverse", 1.02 * cost, 0, (), (inside,), (i, i - 1), (top,)),
+            ]
+            for number, (share, work) in enumerate(PARTIAL[: num_options - 3]):
+                held = int(share * graph / MIB) * MIB
+                peak = Peak((i,), graph - held + 2 * stream)
+                options.append(Option(f"partial {number}", work * cost, held, (i - 1,), (peak,)))
+            units.append(options)
         problem = Problem(units, sizes)
         least = find_least(problem)
         most = max(peak for _, peak in trace(problem, [0] * NUM_UNITS))
@@ -159,7 +174,7 @@ def time_solver() -> None:
             start = time.process_time()
             solve(Problem(units, sizes), int(least + share * (most - least)))
             seconds = time.process_time() - start
-            print(f"{num_kinds} kinds, {share:.0%} of the way to store: {seconds:.2f} s")
+            print(f"{num_options} options, {num_kinds} kinds, {share:.0%}: {seconds:.2f} s")
 
 
 def main() -> None:

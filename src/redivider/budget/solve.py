@@ -11,25 +11,32 @@ a reversed coupling is a top depends on the unit above it.
 
 Dynamic programming from the bottom: a state is what later units need to know of the lower ones, and
 a front has the partial plans of a state of which none holds fewer bytes at no more cost than
-another. A first pass keeps a few plans per state. Its result, with a bound on what the remaining
-units cost at least, discards nearly all partial plans of the second pass, which is exact.
+another. Lagrange multipliers bound what the remaining units cost at least. A first search keeps a
+few partial plans per state. The cost of its plan and the bound discard nearly all partial plans of
+the second search, which is exact.
 """
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-WIDTHS = (16, None)  # partial plans to keep per state in every pass; the last one is exact
-NUM_HALVINGS = 24  # in the search for a price
+import torch
+from torch import Tensor
+
+WIDTHS = (5, 64)  # partial plans to keep per state in the first searches: below, and near the end
+NUM_LAST = 60  # units near the end, where the last bytes are filled
+NUM_NARROWER = 2  # searches for a cheaper plan, after the first one
+NUM_PRICES = 6  # that are tried
+PRICES = (1.0, 0.0, 0.95, 1.05)  # of bounds, in units of that at which the memory is used up
+GAP = 2**-8  # between the bound and the plan of the first search, at first
 Key: TypeAlias = Hashable  # names a tensor between units
 State: TypeAlias = tuple[int, frozenset[Key]]
 """Choice of the unit below if it may be a top, else -1; kept tensors that later units may share."""
-Partial: TypeAlias = tuple[int, float]
-"""Bytes held and added cost of a partial plan."""
-Fronts: TypeAlias = dict[State, list[Partial]]
+Fronts: TypeAlias = dict[State, Tensor]
+"""Bytes held (first row) and added cost (second row, ascending) of partial plans, in float64."""
 
 
 class Peak(NamedTuple):
@@ -88,12 +95,11 @@ class Problem:
         states: set[State] = {(-1, frozenset())}
         steps: list[dict[State, list[Step]]] = []
         for index, options in enumerate([*self.units, [_END]]):
-            known = {key for key, last in last_use.items() if last > index}
             below = self.units[index - 1]
             steps.append(
                 {
                     state: [
-                        self._step(state, below, number, option, known)
+                        self._step(state, below, number, option, index, last_use)
                         for number, option in enumerate(options)
                     ]
                     for state in states
@@ -103,7 +109,13 @@ class Problem:
         return steps
 
     def _step(
-        self, state: State, below: Sequence[Option], number: int, option: Option, known: set[Key]
+        self,
+        state: State,
+        below: Sequence[Option],
+        number: int,
+        option: Option,
+        index: int,
+        last_use: Mapping[Key, int],
     ) -> "Step":
         pending, kept = state
         held = need = 0
@@ -117,7 +129,8 @@ class Problem:
         kept |= {*option.keeps}
         if not option.pair:
             need = max(need, held + self.need(option.peaks, kept))
-        state = (number if option.pair else -1, kept & known)
+        known = frozenset(key for key in kept if last_use[key] > index)
+        state = (number if option.pair else -1, known)
         return Step(number, state, option.cost, held, need)
 
 
@@ -144,29 +157,25 @@ def _keys(options: Sequence[Option]) -> set[Key]:
 
 def solve(problem: Problem, memory: int) -> list[int] | None:
     """Return the index of the cheapest option of every unit, or None if nothing fits."""
-    bounds = _make_bounds(problem, memory)
-    best, least = None, inf
-    for width in WIDTHS:
-        fronts = _search(problem, memory, bounds, width, least)
-        if fronts is not None:
-            best = fronts
-            least = min(cost for front in fronts[-1].values() for _, cost in front)
-        elif best is None:
-            return None
-    assert best is not None
-    return _read(problem, memory, best)
+    if find_least(problem) > memory:
+        return None
+    bounds, least = _make_bounds(problem, memory)
+    total = sum(max(option.cost for option in options) for options in problem.units) or 1.0
+    most = _estimate(problem, memory, bounds, least, total)
+    # A little more, so that rounding does not discard this plan.
+    fronts = _search(problem, memory, bounds, most + 1e-9 * total)
+    return _read(problem, memory, fronts)
 
 
 def find_least(problem: Problem) -> int:
     """Return the smallest number of bytes for which there is a plan."""
-    low, high = 0, max(peak for _, peak in trace(problem, [0] * len(problem.units)))
-    while low < high:
-        middle = (low + high) // 2
-        if _search(problem, middle, None, 0, inf) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    needs = {step.state: 0 for own in problem.steps[-1].values() for step in own}
+    for steps in reversed(problem.steps):
+        needs = {
+            state: min(max(need, held + needs[after]) for _, after, _, held, need in own)
+            for state, own in steps.items()
+        }
+    return min(needs.values())
 
 
 def trace(problem: Problem, choices: Sequence[int]) -> list[tuple[int, int]]:
@@ -183,133 +192,211 @@ def trace(problem: Problem, choices: Sequence[int]) -> list[tuple[int, int]]:
     return rows
 
 
-Bounds: TypeAlias = list[dict[State, list[tuple[float, float]]]]
-"""Lower bounds on the cost that is added above a state: constant + price * bytes held there."""
+Steps: TypeAlias = dict[State, list[Step]]
+"""Steps of a unit, by the state before."""
 
 
-def _search(
-    problem: Problem, memory: int, bounds: Bounds | None, width: int | None, most: float
-) -> list[Fronts] | None:
-    """Return the fronts below every unit, and at the end, of plans that fit and cost less.
+class Bounds(NamedTuple):
+    """Lower bounds on the cost above a state: the largest constant + price * bytes held there."""
 
-    Args:
-        problem: The problem.
-        memory: Bytes to stay within.
-        bounds: Lower bounds on the cost of the remaining units.
-        width: Number of partial plans to keep per state, besides the one that holds least.
-        most: Cost of a plan that is known.
-    """
-    fronts: list[Fronts] = [{(-1, frozenset()): [(0, 0)]}]
-    for index, steps in enumerate(problem.steps):
-        longer: Fronts = {}
-        for before, front in fronts[-1].items():
-            for _, state, cost, held, need in steps[before]:
-                num_fit = bisect_right(front, (memory - need, inf))
-                extended = [(own + held, total + cost) for own, total in front[:num_fit]]
-                longer.setdefault(state, []).extend(extended)
-        kept = {}
+    prices: list[float]
+    constants: list[dict[State, list[float]]]
+    """Above every unit, and above none."""
+
+    def prune(self, steps: Sequence[Steps], most: float) -> list[Steps]:
+        """Return the steps that a plan may have which costs less."""
+        price, pruned = self.prices[0], []
+        priced = {(-1, frozenset[Key]()): 0.0}  # least cost and priced bytes of the units below
+        for here, constants in zip(steps, self.constants[1:], strict=True):
+            below, priced = priced, {}
+            pruned.append({before: list[Step]() for before in below})
+            for before, value in below.items():
+                for step in here[before]:
+                    cost = value + step.cost + price * step.held
+                    if cost + constants[step.state][0] < most:
+                        pruned[-1][before].append(step)
+                        priced[step.state] = min(cost, priced.get(step.state, inf))
+        return pruned
+
+
+def _estimate(problem: Problem, memory: int, bounds: Bounds, least: float, total: float) -> float:
+    """Return the cost of a good plan, from searches that keep few partial plans per state."""
+    gap = max(GAP * least, 1e-6 * total)
+    while (cost := _search_few(problem, memory, bounds, least + gap)) is None:
+        gap *= 8
+    # In a narrower band of costs, the same number of partial plans represents the others better.
+    for _ in range(NUM_NARROWER):
+        most = (least + cost) / 2
+        cheaper = _search_few(problem, memory, bounds, most)
+        least, cost = (most, cost) if cheaper is None else (least, cheaper)
+    return cost
+
+
+def _search_few(problem: Problem, memory: int, bounds: Bounds, most: float) -> float | None:
+    """Return the cost of a plan that fits and costs less, if there is one among a few."""
+    fronts: dict[State, list[tuple[int, float]]] = {(-1, frozenset()): [(0, 0.0)]}
+    pruned = bounds.prune(problem.steps, most)
+    for index, (constants, steps) in enumerate(zip(bounds.constants[1:], pruned, strict=True)):
+        width = WIDTHS[index >= len(pruned) - NUM_LAST]
+        longer: dict[State, list[tuple[int, float]]] = {}
+        for before, front in fronts.items():
+            for _, after, cost, held, need in steps[before]:
+                extended = [(h + held, c + cost) for h, c in front if h + need <= memory]
+                longer.setdefault(after, []).extend(extended)
+        fronts = {}
         for state, partials in longer.items():
-            lines = [(0.0, 0.0)] if bounds is None else bounds[index][state]
-            front = _front(partials, lines, most)
-            if width is not None and len(front) > width + 1:
-                rest = sorted(front[1:], key=lambda p: p[1] + max(c + m * p[0] for c, m in lines))
-                front = [front[0], *sorted(rest[:width])]
-            if front:
-                kept[state] = front
-        if not kept:
-            return None
-        fronts.append(kept)
+            lines = list(zip(constants[state], bounds.prices, strict=True))
+            bounded: list[tuple[float, int, float]] = []
+            lowest = inf
+            for held, cost in sorted(partials):
+                if cost < lowest:
+                    lowest = cost
+                    bound = cost + max([constant + price * held for constant, price in lines])
+                    if bound < most:
+                        bounded.append((bound, held, cost))
+            if bounded:
+                # Keep the one that holds least, and the best ones of ranges of bytes.
+                first, size = bounded[0], 1 + (bounded[-1][1] - bounded[0][1]) // width
+                best = {-1: first}
+                for partial in bounded[1:]:
+                    place = (partial[1] - first[1]) // size
+                    best[place] = min(best.get(place, partial), partial)
+                fronts[state] = [(held, cost) for _, held, cost in best.values()]
+    return min((cost for front in fronts.values() for _, cost in front), default=None)
+
+
+def _search(problem: Problem, memory: int, bounds: Bounds, most: float) -> list[Fronts]:
+    """Return the fronts below every unit, and at the end, of plans that fit and cost less."""
+    prices = _tensor(bounds.prices)[:, None]
+    rows = torch.tensor([0, 1, 0], device="cpu")  # bytes held, cost, and bytes at the peak
+    fronts: list[Fronts] = [{(-1, frozenset()): _tensor([[0], [0]])}]
+    pruned = bounds.prune(problem.steps, most)
+    for constants, steps in zip(bounds.constants[1:], pruned, strict=True):
+        longer: dict[State, list[Tensor]] = {}
+        for before, front in fronts[-1].items():
+            base = front.index_select(0, rows).unsqueeze(1)
+            for after, added in _group(steps[before]).items():
+                partials = base + _tensor(added).T.unsqueeze(2)
+                longer.setdefault(after, []).append(partials.flatten(1))
+        fronts.append({})
+        for state, tensors in longer.items():
+            held, costs, peaks = partials = torch.cat(tensors, 1)
+            bound = torch.addcmul(_tensor(constants[state])[:, None], prices, held).amax(0)
+            keep = (peaks <= memory) & (costs + bound < most)
+            front = _front(partials[:2].index_select(1, keep.nonzero().flatten()))
+            if front.shape[1]:
+                fronts[-1][state] = front
     return fronts
 
 
-def _front(
-    partials: list[Partial], lines: Sequence[tuple[float, float]], most: float
-) -> list[Partial]:
-    """Return, by bytes, the partial plans that none of the others beats and that may be cheaper."""
-    partials.sort()
-    front: list[Partial] = []
-    least = inf
-    for partial in partials:
-        held, cost = partial
-        if cost < least:
-            least = cost
-            for constant, price in lines:
-                if cost + constant + price * held >= most:
-                    break
-            else:
-                front.append(partial)
-    return front
+def _group(steps: Iterable[Step]) -> dict[State, list[tuple[int, float, int]]]:
+    """Return bytes, cost and need of steps, by the state after them."""
+    groups: dict[State, list[tuple[int, float, int]]] = {}
+    for _, state, cost, held, need in steps:
+        groups.setdefault(state, []).append((held, cost, need))
+    return groups
+
+
+def _front(partials: Tensor) -> Tensor:
+    """Return, by cost, the partial plans that none of the others beats."""
+    costs, order = partials[1].sort()
+    held = partials[0].index_select(0, order)
+    least = torch.cat((_tensor([inf]), held.cummin(0).values[:-1]))[: len(held)]
+    places = (held < least).nonzero().flatten()
+    costs = costs.index_select(0, places)
+    # Of those with equal costs, the last holds least.
+    last = torch.cat((costs[1:] > costs[:-1], costs[:1] < inf)).nonzero().flatten()
+    return partials.index_select(1, order.index_select(0, places.index_select(0, last)))
 
 
 def _read(problem: Problem, memory: int, fronts: list[Fronts]) -> list[int]:
     """Return the choices of the cheapest plan."""
-    ends = [(cost, held, state) for state, front in fronts[-1].items() for held, cost in front[-1:]]
-    cost, held, state = min(ends, key=lambda end: end[:2])
+    ends = [(*front[:, 0].tolist(), state) for state, front in fronts[-1].items()]
+    held, cost, state = min(ends, key=lambda end: (end[1], end[0]))
     choices = []
     for steps, below in zip(reversed(problem.steps), reversed(fronts[:-1]), strict=True):
         steps_by_state = [(own, step) for own in below for step in steps[own]]
         for own, step in steps_by_state:
-            place = bisect_left(below[own], (held - step.held, -inf))
-            partial = below[own][place] if place < len(below[own]) else (-1, inf)
-            fits = partial[0] == held - step.held and partial[0] + step.need <= memory
-            if step.state == state and fits and partial[1] + step.cost == cost:
-                choices.append(step.number)
-                (held, cost), state = partial, own
-                break
+            before = held - step.held
+            if step.state == state and before + step.need <= memory:
+                costs = below[own][1][below[own][0] == before].tolist()
+                if costs and costs[0] + step.cost == cost:
+                    choices.append(step.number)
+                    held, cost, state = before, costs[0], own
+                    break
     return choices[:0:-1]  # without the end
 
 
-def _make_bounds(problem: Problem, memory: int) -> Bounds:
+def _make_bounds(problem: Problem, memory: int) -> tuple[Bounds, float]:
     """Return lower bounds by Lagrange multipliers: bytes beyond the memory cost a price.
 
-    Only the bytes held at the end count, so the bounds hold for every plan that fits.
+    A plan that fits has none, so the bounds hold for it. Return the bound for all plans, too.
     """
-    last = [(*option.peaks, *option.top) for option in problem.units[-1]]
-    room = memory - min(max((peak.extra for peak in peaks), default=0) for peaks in last)
-    low, high = 0.0, 0.0
-    for steps in problem.steps:
-        for own in steps.values():
-            for step in own:
-                for other in own:
-                    if other.held > step.held and other.cost < step.cost:
-                        high = max(high, (step.cost - other.cost) / (other.held - step.held))
-    for _ in range(NUM_HALVINGS):  # the price at which the memory is just used up
-        price = (low + high) / 2
-        if _priced(problem, price)[1] > room:
-            low = price
-        else:
-            high = price
-    prices = [high, 0.95 * high, 1.05 * high]
-    least = [_priced(problem, price)[0] for price in prices]
-    return [
+    price = _find_price(problem, memory)
+    prices = [factor * price for factor in PRICES]
+    tables = [(_priced(problem, price)[0], price) for price in prices]
+    above = [
         {
-            state: [
-                (costs[index + 1][state] - price * room, price)
-                for costs, price in zip(least, prices, strict=True)
-            ]
-            for state in least[0][index + 1]
+            state: [values[index][state] - price * memory for values, price in tables]
+            for state in tables[0][0][index]
         }
-        for index in range(len(problem.steps))
+        for index in range(len(problem.steps) + 1)
     ]
+    (bounds,) = above[0].values()
+    return Bounds(prices, above), max(bounds)
+
+
+def _find_price(problem: Problem, memory: int) -> float:
+    """Return the price of a byte at which the memory is just used up."""
+    ratios = [
+        (step.cost - other.cost) / (other.held - step.held)
+        for steps in problem.steps
+        for own in steps.values()
+        for step, other in product(own, own)
+        if other.held > step.held and other.cost < step.cost
+    ]
+    # Each price has a plan, whose cost and peak are a line over prices. The lines of a plan that
+    # takes too much and one that does not cross at a price between theirs.
+    low, high = _line(problem, 0.0), _line(problem, max(ratios, default=0.0))
+    price = 0.0
+    for _ in range(NUM_PRICES):
+        if low[1] <= memory or low[1] <= high[1]:
+            break
+        price = max(0.0, (high[0] - low[0]) / (low[1] - high[1]))
+        line = _line(problem, price)
+        if line in (low, high):
+            break
+        low, high = (line, high) if line[1] > memory else (low, line)
+    return price
+
+
+def _line(problem: Problem, price: float) -> tuple[float, int]:
+    """Return the cost and the peak of the best plan at a price."""
+    least, peak = _priced(problem, price)
+    return min(least[0].values()) - price * peak, peak
 
 
 def _priced(problem: Problem, price: float) -> tuple[list[dict[State, float]], int]:
-    """Return the least sum of cost and priced bytes above every state, and the bytes from below."""
-    values: dict[State, tuple[float, int]] = {}
-    for own in problem.steps[-1].values():
-        values |= {step.state: (0.0, 0) for step in own}
+    """Return the least sum of cost and priced peak above every state, and the peak from below."""
+    values = {step.state: (0.0, 0) for own in problem.steps[-1].values() for step in own}
     least = [{state: value for state, (value, _) in values.items()}]
     for steps in reversed(problem.steps):
         values = {
             state: min(
-                (
-                    cost + price * held + values[after][0],
-                    held + values[after][1],
-                )
-                for _, after, cost, held, _ in own
+                [
+                    (
+                        cost + max(price * need, price * held + values[after][0]),
+                        max(need, held + values[after][1]),
+                    )
+                    for _, after, cost, held, need in own
+                ]
             )
             for state, own in steps.items()
         }
         least.append({state: value for state, (value, _) in values.items()})
-    ((_, held),) = values.values()
-    return least[::-1], held
+    ((_, peak),) = values.values()
+    return least[::-1], peak
+
+
+def _tensor(values: Sequence[object]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from redivider.budget import solve as solver
 from redivider.budget.solve import Option, Peak, Problem, find_least, solve, trace
 
 MOST_PLANS = 5000
@@ -54,6 +55,10 @@ def problems(draw, max_units: int = 12):
         if num_plans * 2 <= MOST_PLANS and draw(st.booleans()):
             cost, held = draw(st.integers(1, 5)), draw(few)
             options.append(Option("checkpoint", cost, held, draw(keys), draw(peaks)))
+        for number in range(draw(st.integers(0, 3))):  # between store and checkpoint
+            if num_plans * (len(options) + 1) <= MOST_PLANS:
+                cost, held = draw(st.integers(1, 5)) / 2, draw(few)
+                options.append(Option(f"part {number}", cost, held, draw(keys), draw(peaks)))
         if num_plans * (len(options) + 1) <= MOST_PLANS and draw(st.booleans()):
             pair = tuple(draw(st.permutations(near))[:2])
             cost = draw(st.integers(1, 5))
@@ -63,9 +68,11 @@ def problems(draw, max_units: int = 12):
     return Problem(tuple(units), sizes)
 
 
-def check(problem: Problem, memory: int) -> None:
+def check(problem: Problem, data) -> None:
     plans = list(product(*problem.units))
-    fitting = [cost_of(plan) for plan in plans if peak_of(problem, plan) <= memory]
+    peaks = [peak_of(problem, plan) for plan in plans]
+    memory = data.draw(st.integers(min(peaks) - 1, max(peaks)))
+    fitting = [cost_of(plan) for plan, peak in zip(plans, peaks, strict=True) if peak <= memory]
     choices = solve(problem, memory)
     if not fitting:
         assert choices is None
@@ -76,15 +83,38 @@ def check(problem: Problem, memory: int) -> None:
     assert cost_of(plan) == min(fitting)
 
 
+@given(problems(6), st.data())
+def test_it_equals_exhaustive_search(problem, data):
+    check(problem, data)
+
+
+@given(problems(6), st.data())
+def test_it_is_exact_if_the_first_searches_find_the_most_expensive_plan(problem, data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "_estimate", lambda *args: args[-1])
+        check(problem, data)
+
+
 @given(problems(6), st.integers(0, 80))
-def test_it_equals_exhaustive_search(problem, memory):
-    check(problem, memory)
+def test_the_first_searches_find_a_plan_that_fits(problem, memory):
+    plans = [plan for plan in product(*problem.units) if peak_of(problem, plan) <= memory]
+    costs = []
+
+    def estimate(*args):
+        costs.append(original(*args))
+        return costs[-1]
+
+    original = solver._estimate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "_estimate", estimate)
+        solve(problem, memory)
+    assert all(cost in map(cost_of, plans) for cost in costs)
 
 
 @pytest.mark.slow
-@given(problems(), st.integers(10, 120))
-def test_it_equals_exhaustive_search_of_twelve_units(problem, memory):
-    check(problem, memory)
+@given(problems(), st.data())
+def test_it_equals_exhaustive_search_of_twelve_units(problem, data):
+    check(problem, data)
 
 
 @given(problems(6))
