@@ -3,13 +3,16 @@
     python benchmarks/pipeline-simulation/captured.py --out results.json
 
 All stages of a pipeline run on one GPU, which is one device to the simulator: it gets the sums of
-the times that `rd.measure_stages` takes of the stages.
+the times that `rd.measure_stages` takes of the stages. Branches of a captured tick run beside each
+other, and share the GPU; without branches its kernels follow each other, as in the simulator.
 """
 
 import argparse
 import gc
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,9 +22,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import redivider as rd
+from redivider.pipeline.runners.captured import CapturedRunner
+from redivider.pipeline.runners.cuda_graphs import CudaGraphs
 
 NUM_TICKS = 16  # of a round, in a multiple of the micro-batches of an update
 ACCUMULATE = 8
+
+
+class OneBranch(CudaGraphs):
+    """CUDA graphs without branches."""
+
+    def __init__(self, device: torch.device, num_lanes: int) -> None:
+        super().__init__(device, 0)
+
+    def lane(self, index: int) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def wait(self, lane: int, other: int) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -33,16 +51,21 @@ class Row:
     image_size: int
     stages: int
     latency: float
+    branches: bool
+
+    def __str__(self) -> str:
+        name = f"{self.model}, batch {self.batch}, {self.stages} stages, latency {self.latency:g}"
+        return name + (", branches" if self.branches else "")
 
 
 ROWS = [
-    Row(model, batch, size, stages, latency)
+    Row(model, batch, size, stages, latency, branches)
     for model, batch, size, stages in (
         ("rev_vit_base", 32, 224, 8),
         ("revnet50", 32, 128, 18),
         ("rev_vit_small", 128, 32, 26),
     )
-    for latency in (1, 0.5)
+    for latency, branches in ((1, False), (1, True), (0.5, True))
 ]
 
 
@@ -71,6 +94,8 @@ def compare(row: Row, rounds: int) -> dict[str, Any]:
             latency=row.latency,
             capture=True,
         )
+        if not row.branches:
+            pipe.execution = CapturedRunner(pipe, partial(OneBranch, torch.device("cuda")))
         for _ in range(4 * row.stages + 4 * ACCUMULATE):
             pipe.step(x, target)
         if not pipe.execution.is_active:
@@ -112,9 +137,8 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         results.append(compare(row, args.rounds))
-        name = f"{row.model}, batch {row.batch}, {row.stages} stages, latency {row.latency:g}"
         numbers = f"{results[-1]['predicted']:.4g} | {results[-1]['measured']:.4g}"
-        print(f"| {name} | {numbers} | {100 * results[-1]['error']:+.1f} % |", flush=True)
+        print(f"| {row} | {numbers} | {100 * results[-1]['error']:+.1f} % |", flush=True)
         if args.out is not None:
             args.out.write_text(json.dumps(results))
 

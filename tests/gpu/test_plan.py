@@ -17,8 +17,7 @@ from redivider.budget.solve import find_least
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the compiler's own
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore"),  # of the compiler's own
 ]
 
 NUM_BUDGETS = 6
@@ -56,7 +55,7 @@ def loss_of(y):
 def test_budgets_are_kept(make, autocast):
     model, x = make()
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        least = smallest_budget(model, x, loss=loss_of, unit="unit")
+        least = smallest_budget(model, x, loss=loss_of, unit="")
         most = measure_step(model, "store", x, loss_of)
         for step in range(NUM_BUDGETS):
             budget = least + step * (most - least) // (NUM_BUDGETS - 1)
@@ -98,7 +97,6 @@ def test_gradients_are_those_of_store():
         assert (grad - true).norm() <= 1e-10 * true.norm().clamp(min=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the compiler does
 def test_compiled_and_captured():
     model, x = vit()
     model.compile(dynamic=False)

@@ -11,7 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import redivider as rd
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore"),  # of the compiler's and the profiler's own
+]
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 WIDTH, TOKENS, BATCH = 128, 64, 4

@@ -170,6 +170,7 @@ def measure(
             needs = needs or bool(part.weights)
             keys = dict(zip(map(address_of, tensors_of(y)), leaving, strict=True))
             x = y
+    _add_shared(units, parts)
     return Problem(units, sizes, left)
 
 
@@ -199,14 +200,34 @@ def add_excess(units: list[list[Option]], excess: Sequence[int], couples: Sequen
     last = len(units) - 1
     for index, extra in zip((last - 1, last - 2), excess, strict=True):
         if extra and index >= 0 and (index == last - 1 or couples[last - 1]):
-            units[index] = [
-                replace(
-                    option,
-                    peaks=tuple(_raised(option.peaks, extra)),
-                    top=tuple(_raised(option.top, extra)),
-                )
-                for option in units[index]
-            ]
+            units[index] = _with_backward(units[index], extra)
+
+
+def _add_shared(units: list[list[Option]], parts: Sequence[Part]) -> None:
+    """Add to the units below a user of a weight its gradient, which waits for that of lower users.
+
+    A lower user adds its own to it.
+    """
+    users: dict[Tensor, list[int]] = {}
+    for index, part in enumerate(parts):
+        for weight in part.weights:
+            users.setdefault(weight, []).append(index)
+    for weight, indices in users.items():
+        for index in range(indices[0], indices[-1]):
+            extra = weight.nbytes * (2 if index in indices else 1)
+            units[index] = _with_backward(units[index], extra)
+
+
+def _with_backward(options: Sequence[Option], extra: int) -> list[Option]:
+    """Return options whose backward takes more bytes."""
+    return [
+        replace(
+            option,
+            peaks=tuple(_raised(option.peaks, extra)),
+            top=tuple(_raised(option.top, extra)),
+        )
+        for option in options
+    ]
 
 
 def _raised(peaks: Sequence[Peak], extra: int) -> Iterator[Peak]:

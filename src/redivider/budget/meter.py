@@ -46,10 +46,10 @@ class _Allocator:
         torch.cuda.reset_peak_memory_stats()
         return len(self._peaks)
 
-    def leave_out(self, grad: Tensor) -> None:
+    def leave_out(self, grad: Tensor | None) -> None:
         """Do not count the gradient of a weight from now on."""
         _ = self.moment
-        self._grads += grad.nbytes
+        self._grads += 0 if grad is None else grad.nbytes
 
     def peak_without(self, tensors: Any, since: int = 0, until: int | None = None) -> int:
         last = torch.cuda.max_memory_allocated() - self._grads

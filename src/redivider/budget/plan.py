@@ -229,8 +229,9 @@ def plan(
         predicted = max(unit.peak for unit in units)
         if not fits:
             largest = next(unit.name for unit in units if unit.peak == predicted)
+            needed = measured + int(MARGIN * measured) * is_cuda
             raise ValueError(
-                f"no plan fits into {budget:,} bytes: the smallest budget is {measured:,} bytes, "
+                f"no plan fits into {budget:,} bytes: the smallest budget is {needed:,} bytes, "
                 f"which {largest} needs; use a smaller batch"
             )
         # Made once more for less; if that is not enough, for as little as possible.

@@ -267,3 +267,20 @@ def test_plans_of_compiled_units_and_under_autocast(how):
     assert plan.measured <= plan.predicted <= plan.memory and len({*plan}) > 1
     for grad, true in zip(*grads, strict=True):
         assert (grad - true).norm() <= 1e-2 * true.norm()
+
+
+def test_gradients_of_shared_weights_wait_for_the_lower_user():
+    """The gradient of a head that shares its weight with an embedding is there all the while."""
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(500, 8), nn.Linear(8, 500)
+    couplings = [rd.Coupling(nn.Linear(8, 8)) for _ in range(3)]
+    model = rd.Chain([embedding, rd.Duplicate(), *couplings, rd.Fuse("add"), head])
+    x = torch.randint(500, (2, 4))
+    apart = rd.plan(model, x, memory="1GiB")
+    head.weight = embedding.weight
+    shared = rd.plan(model, x, memory="1GiB")
+    assert shared.measured <= shared.predicted
+    more = [own.peak - other.peak for own, other in zip(shared.units, apart.units, strict=True)]
+    size = embedding.weight.nbytes
+    assert more[0] == 2 * size and size // 2 < min(more[1:6]) <= max(more[1:6]) == size
+    assert more[6:] == [0, 0]
