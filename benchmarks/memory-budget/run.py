@@ -40,8 +40,8 @@ MIB = 2**20
 def make(name: str, batch: int, context: int) -> tuple[rd.Chain, torch.Tensor]:
     """Return a model and a batch on the GPU."""
     if "gpt" in name:
-        model = rd.create_model(name, vocabulary=50257, context=context, device="cuda")
-        return model, torch.randint(50257, (batch, context), device="cuda")
+        model = rd.create_model(name, vocabulary=256, context=context, device="cuda")  # bytes
+        return model, torch.randint(256, (batch, context), device="cuda")
     model = rd.create_model(name, num_classes=1000, device="cuda")
     return model, torch.randn(batch, 3, 224, 224, device="cuda")
 

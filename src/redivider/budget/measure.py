@@ -278,13 +278,14 @@ def measure_part(part: Part, x: Any, needs: bool) -> Measured:
 def _inside(part: Part, x: Any, needs: bool, is_cuda: bool) -> tuple[list[str], float]:
     """Return the choices for what is kept inside of a unit, and the FLOPs of "save".
 
-    Those of compiled units can only be measured on a GPU: counters see no compiled code.
+    Those of compiled units can only be measured on a GPU: counters see no compiled code. Compiled
+    blocks have none.
     """
     inputs = _fresh(x, needs)
     module, args = part.module, (inputs, *part.args)
     if part.couples:
         module, args = module.f, inputs[:1]
-    if hasattr(compiled_call(module), "run_saving"):
+    if part.begin is None and hasattr(compiled_call(module), "run_saving"):
         return ["save", "trim"] if is_cuda else [], 0.0
     call, _ = Call.split(module, args, part.side)
     if any(compiled_call(own) is not None for own in call.modules):
