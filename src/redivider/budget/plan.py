@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from redivider.budget.measure import measure
 from redivider.budget.meter import counting
-from redivider.budget.size import parse_bytes
 from redivider.budget.solve import Problem, find_least, solve, trace
 from redivider.chain import Chain, name_unit
 from redivider.checks.memory import format_bytes
 from redivider.checks.restore import restored
+from redivider.checks.size import parse_bytes
 from redivider.errors import require
 from redivider.tree import tensors_of
 
