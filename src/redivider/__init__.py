@@ -35,8 +35,8 @@ if _TYPE_CHECKING:
     from redivider.models.catalogue import list_models as list_models
     from redivider.models.cross_entropy import ChunkedCrossEntropy as ChunkedCrossEntropy
     from redivider.optim.muon import Muon as Muon
+    from redivider.pipeline.balance import balance as balance
     from redivider.pipeline.distributed import DistributedPipeline as DistributedPipeline
-    from redivider.pipeline.partition import balance as balance
     from redivider.pipeline.pipeline import Pipeline as Pipeline
     from redivider.pipeline.simulate import simulate as simulate
     from redivider.pipeline.stage_costs import measure_stages as measure_stages
@@ -64,7 +64,7 @@ _HOMES = {
     "SkipWarning": "skip",
     "Split": "junction",
     "UnitError": "errors",
-    "balance": "pipeline.partition",
+    "balance": "pipeline.balance",
     "capture": "gpu.capture",
     "check_gradients": "checks.gradients",
     "check_memory": "checks.memory",

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from redivider.budget.blocks import measure_blocks
 from redivider.budget.measure import measure
 from redivider.budget.meter import counting
-from redivider.budget.size import parse_bytes
 from redivider.budget.solve import Problem, find_least, solve, trace
 from redivider.chain import Chain, name_unit
 from redivider.checks.memory import format_bytes
 from redivider.checks.restore import restored
+from redivider.checks.size import parse_bytes
 from redivider.convert.reversible import blocks_of, set_strategies, strategies_of
 from redivider.errors import require
 from redivider.tree import tensors_of

@@ -8,7 +8,7 @@ always give the same cut.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -53,21 +53,31 @@ def units_of(model: Any) -> dict[str, nn.Module]:
 
 def cut_evenly(costs: Sequence[float], stages: int) -> list[int]:
     """Return the sizes of consecutive stages whose largest cost is as small as possible."""
-    num = len(costs)
+    sums = [0.0, *accumulate(costs)]
+    return cut_by(lambda stage, start, end: sums[end] - sums[start], len(costs), stages)
+
+
+def cut_by(load: Callable[[int, int, int], float], num: int, stages: int) -> list[int]:
+    """Return the sizes of consecutive stages whose largest load is as small as possible.
+
+    Args:
+        load: A function of the index of a stage, its first unit, and the one above its last.
+        num: Number of units.
+        stages: Number of stages.
+    """
     if not 1 <= stages <= num:
         raise ValueError(
             f"{num} units cannot be cut into {stages} stages of at least one unit each"
         )
-    sums = [0.0, *accumulate(costs)]
-    # best[k][i]: smallest possible cost of the largest stage, for units i, i + 1, ... in k + 1
-    # stages. The sizes are read off it afterwards.
-    best = [[sums[num] - sums[i] for i in range(num)]]
+    # best[k][i]: smallest possible load of the largest stage, for units i, i + 1, ... in the last
+    # k + 1 stages. The sizes are read off it afterwards.
+    best = [[load(stages - 1, i, num) for i in range(num)]]
     for k in range(1, stages):
         best.append(
             [
                 min(
                     (
-                        max(sums[end] - sums[i], best[k - 1][end])
+                        max(load(stages - 1 - k, i, end), best[k - 1][end])
                         for end in range(i + 1, num - k + 1)
                     ),
                     default=float("inf"),
@@ -78,7 +88,8 @@ def cut_evenly(costs: Sequence[float], stages: int) -> list[int]:
     sizes, start = [], 0
     for k in range(stages - 1, 0, -1):
         ends = range(num - k, start, -1)  # from the largest first stage down
-        end = next(e for e in ends if max(sums[e] - sums[start], best[k - 1][e]) <= best[k][start])
+        stage = stages - 1 - k
+        end = next(e for e in ends if max(load(stage, start, e), best[k - 1][e]) <= best[k][start])
         sizes.append(end - start)
         start = end
     return [*sizes, num - start]
@@ -124,19 +135,6 @@ def count_costs(
                 example, cost = measure(unit, example, taken(unit, side))
                 costs.append(cost)
     return costs
-
-
-def balance(
-    model: Any, stages: int, *, by: str = "work", example: Any = None, **side: Any
-) -> list[int]:
-    """Return the sizes of `stages` stages, balanced by "units", "work" or "time".
-
-    Use it to keep one cut for several runs:
-
-        sizes = rd.balance(model, 8, by="time", example=images)
-        pipe = rd.Pipeline(model, stages=sizes, ...)
-    """
-    return cut_evenly(count_costs(model, by, example, **side), stages)
 
 
 def _work(unit: nn.Module, x: Any, side: dict[str, Any]) -> tuple[Any, float]:

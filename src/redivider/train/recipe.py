@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from redivider.budget.size import parse_bytes
+from redivider.checks.size import parse_bytes
 from redivider.errors import did_you_mean
 from redivider.train.errors import TrainError
 

@@ -13,8 +13,8 @@ import redivider as rd
 from redivider.budget import measure as measuring
 from redivider.budget.measure import Part, measure
 from redivider.budget.plan import measure_step
-from redivider.budget.size import parse_bytes
 from redivider.budget.solve import find_least
+from redivider.checks.size import parse_bytes
 
 
 def loss_of(y):
