@@ -98,6 +98,26 @@ def test_compiled(backward):
     assert worst_error(step(chain, x, backward), true) <= 2e-2
 
 
+@pytest.mark.parametrize("backward", ["save", "trim"])
+def test_compiled_dropout(backward):
+    """Inductor compiles marks without a copy, and recomputes with the same dropout masks."""
+    chain = rd.Chain([Marked(8, 0.3)], backward=backward).to("cuda", torch.float64)
+    chain.compile(dynamic=False)
+    x, direction = torch.randn(2, 6, 8, device="cuda", dtype=torch.float64)
+    x.requires_grad_()
+
+    def run(shift):
+        torch.manual_seed(1)  # of the masks
+        return weigh(chain(x + shift * direction))
+
+    run(0.0).backward()
+    with torch.profiler.profile() as profile:
+        slope = (run(1e-5) - run(-1e-5)) / 2e-5
+    assert torch.allclose((x.grad * direction).sum(), slope, rtol=1e-7)
+    names = {event.key for event in profile.key_averages()}
+    assert "CompiledFunction" in names and "redivider::save" not in names
+
+
 @pytest.mark.parametrize("compiled, backward", [(False, "save"), (True, "save"), (True, "trim")])
 def test_captured(compiled, backward):
     chain, x = network(), batch()

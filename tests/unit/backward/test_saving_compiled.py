@@ -67,26 +67,6 @@ def test_graphs_keep_inputs_and_what_is_saved():
     assert held == 5 * stream + logsumexp
 
 
-@pytest.mark.parametrize("backward", ["save", "trim"])
-def test_inductor(backward):
-    """Inductor compiles marks without a copy, and recomputes with the same dropout masks."""
-    chain = rd.Chain([Marked(8, 0.3)], backward=backward).double()
-    chain.compile(dynamic=False)
-    x, direction = torch.randn(2, 6, 8, dtype=torch.float64)
-    x.requires_grad_()
-
-    def run(shift):
-        torch.manual_seed(1)  # of the masks
-        return weigh(chain(x + shift * direction))
-
-    run(0.0).backward()
-    with torch.profiler.profile() as profile:
-        slope = (run(1e-5) - run(-1e-5)) / 2e-5
-    assert torch.allclose((x.grad * direction).sum(), slope, rtol=1e-7)
-    names = {event.key for event in profile.key_averages()}
-    assert "CompiledFunction" in names and "redivider::save" not in names
-
-
 def test_writing_in_place():
     """Compiled code may write to its own tensors."""
     f = nn.Sequential(MLP(8), nn.ReLU(inplace=True), nn.Linear(8, 8))

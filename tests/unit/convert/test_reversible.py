@@ -722,7 +722,7 @@ def test_a_gradient_that_begins_after_the_first_block():
         net.requires_grad_(False)
         net.layers[2].register_forward_pre_hook(lambda _, args: (args[0] + prompt,))
         grads += torch.autograd.grad(weigh(net(inputs())), prompt)
-    assert torch.allclose(grads[0], grads[1], rtol=1e-5, atol=1e-7)
+    assert (grads[0] - grads[1]).norm() <= 1e-6 * grads[1].norm()
 
 
 def test_a_stream_that_is_no_tensor_of_reals():
