@@ -47,6 +47,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.timeout(limit), append=False)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> None:
+    """Exclude what earlier files have imported from garbage collection."""
+    gc.freeze()
+
+
 @pytest.fixture
 def one_thread():
     """Compute with one thread in this process, as the recipes of tests do."""

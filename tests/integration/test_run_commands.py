@@ -111,7 +111,6 @@ def test_without_onnx_a_line_says_what_to_install(earlier):
     [
         {"method": "reverse"},
         {"method": "petra", "stages": 2, "arithmetic": "fixed"},
-        {"model": "vit_tiny", "depths": (), "model_options": {"depth": 2, "patch_size": 4}},
         {"model": "swin_tiny", "depths": (2,), "model_options": {"patch_size": 2, "window": 2}},
     ],
     ids=str,

@@ -39,6 +39,7 @@ FAMILIES: list[tuple[str, dict[str, Any], tuple[dict[str, Any], ...]]] = [
 NAMES = [name for name, _, _ in FAMILIES]
 EACH_DEPTH = [(name, {**small, **depth}) for name, small, depths in FAMILIES for depth in depths]
 EACH = [(name, {**small, **depths[0]}) for name, small, depths in FAMILIES]
+REVERSIBLE = [(name, options) for name, options in EACH if name.startswith("rev")]
 
 
 def is_text(name: str) -> bool:

@@ -187,8 +187,9 @@ class Same(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("backward", ["checkpoint", "reverse"])
-@pytest.mark.parametrize("f", [lambda: nn.Linear(8, 8), Same])
+@pytest.mark.parametrize(
+    "backward, f", [("checkpoint", lambda: nn.Linear(8, 8)), ("reverse", Same)]
+)
 def test_outputs_and_leaves_that_are_there_twice(backward, f):
     stem = nn.Sequential(nn.Linear(6, 8), rd.Duplicate())
     couplings = [rd.Coupling(f()) for _ in range(3)]
