@@ -7,6 +7,7 @@ import pytest
 from claims import CLAIMS, get_claim, short
 from reproduce import choose
 
+import redivider as rd
 from redivider.train.errors import TrainError
 from redivider.train.recipe import Recipe
 from redivider.train.recipes import get_recipe
@@ -54,6 +55,25 @@ def test_backprop_and_petra_by_muon_differ_in_nothing_else():
         assert (run.optimizer, run.schedule, run.epochs) == ("muon", "cosine", 20)
         plain = replace(run, name="one", method="store", latency=1, lookahead=None)
         assert any(plain == replace(other, name="one") for other in runs)
+
+
+def test_deep_networks_by_muon_differ_from_the_best_recipe_in_what_they_say():
+    best = replace(get_recipe("revnet18-cifar10-best"), name="x", milestones=())
+    for claim in ("sooner", "deeper"):
+        for run in get_claim(claim).runs:
+            model = next((m for m in ("revnet34", "revnet50") if m in run.name), "revnet18")
+            assert run.model == model and run.epochs == (20 if model == "revnet50" else run.epochs)
+            assert ("epochs" in run.name) == (claim == "sooner")
+            assert run.latency == (0.5 if run.method == "petra" else 1)
+            same = {name: getattr(best, name) for name in ("name", "model", "method", "latency")}
+            assert replace(run, **same, milestones=(), epochs=20) == best
+            if model != "revnet18":
+                assert len(list(rd.create_model(model, device="meta", image_size=32))) == 18
+    race = get_claim("race").runs
+    assert {(run.optimizer, run.compile, run.method) for run in race} >= {
+        ("muon", compiled, method) for compiled in (False, True) for method in ("store", "petra")
+    }
+    assert {run.microbatch * run.accumulate for run in race} == {128}
 
 
 def test_the_best_recipes_are_runs_of_claims():
