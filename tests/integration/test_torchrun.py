@@ -16,7 +16,7 @@ from support.processes.torchrun import (
 from support.training import rows
 
 from redivider.train.compare import compare
-from redivider.train.errors import TrainError
+from redivider.train.errors import SharedError, TrainError
 from redivider.train.loop import train
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def test_replicas(asked):
 def test_what_cannot_be_spread(changes, reason, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(TrainError, match=reason) as caught:
+    with pytest.raises(SharedError, match=reason) as caught:
         train(small(**changes), tmp_path / "run")
     assert not caught.value.is_first and not (tmp_path / "run").exists()
 

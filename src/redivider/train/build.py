@@ -9,9 +9,8 @@ import torch
 from redivider.pipeline.runners.process_group import join, own_gpu
 from redivider.train.distributed import DistributedEngine
 from redivider.train.engine import BackpropEngine, Engine, PipelineEngine
-from redivider.train.errors import TrainError
+from redivider.train.errors import SharedError, TrainError
 from redivider.train.machine import resolve_device
-from redivider.train.processes import report_once
 from redivider.train.recipe import Recipe
 from redivider.train.schedule import Schedule
 from redivider.train.task import make_task
@@ -51,22 +50,18 @@ def build(recipe: Recipe) -> Engine:
     try:
         return _choose_engine(recipe)(recipe, task, schedule)
     except ValueError as error:  # of pipelines
-        raise report_once(TrainError(str(error))) from error
+        raise SharedError(str(error)) from error
 
 
 def join_processes(recipe: Recipe, device: torch.device) -> torch.device:
     """Join the process group of the run, and return the device of this process."""
     if not recipe.is_pipeline:
-        raise report_once(
-            TrainError(
-                f"{recipe.method} runs in one process; take a pipeline's method, such as --method "
-                "petra, or start it without torchrun"
-            )
+        raise SharedError(
+            f"{recipe.method} runs in one process; take a pipeline's method, such as --method "
+            "petra, or start it without torchrun"
         )
     if recipe.probe_every:
-        raise report_once(
-            TrainError("a probe needs the whole network in one process: --probe-every 0")
-        )
+        raise SharedError("a probe needs the whole network in one process: --probe-every 0")
     if str(device) == "cuda":
         device = own_gpu()
     join(device, recipe.timeout)

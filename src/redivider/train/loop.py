@@ -21,7 +21,7 @@ from redivider.train.build import ROUNDING, build, num_microbatches, resolved
 from redivider.train.checkpoint import Checkpoints
 from redivider.train.clock import Clock
 from redivider.train.engine import Engine, Metrics, PipelineEngine
-from redivider.train.errors import TrainError, check_installed
+from redivider.train.errors import SharedError, TrainError, check_installed
 from redivider.train.log import Log, NoLog
 from redivider.train.machine import (
     device_name,
@@ -30,7 +30,6 @@ from redivider.train.machine import (
     report_out_of_memory,
     using_threads,
 )
-from redivider.train.processes import report_once
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
 from redivider.train.recipe_warnings import find_warnings
@@ -392,7 +391,7 @@ class Training:
         try:
             self._engine.load_state_dict(state["engine"])
         except StateError as error:
-            raise report_once(TrainError(f"the checkpoint does not fit: {error}")) from error
+            raise SharedError(f"the checkpoint does not fit: {error}") from error
         self._step = state["step"]
         device = self._engine.device
         self._metrics = [
