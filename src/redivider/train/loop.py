@@ -1,6 +1,5 @@
 """Training loop: any method and any model, with logs, exact stops and exact resumption."""
 
-import os
 import platform
 import time
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ import redivider
 from redivider.coupling import Coupling
 from redivider.data import DataError
 from redivider.errors import Agreed
+from redivider.files import atomic_write
 from redivider.pipeline.checkpoint.files import StateError, write_tensors
 from redivider.train.build import ROUNDING, build, num_microbatches, resolved
 from redivider.train.checkpoint import Checkpoints
@@ -408,11 +408,10 @@ class Training:
     def _write_weights(self) -> None:
         """Write the trained weights as safetensors, under the names of the model."""
         # All processes take part in collecting the weights, and one writes them.
-        new, weights = self._folder / ".model.safetensors.new", self._engine.weights()
+        weights = self._engine.weights()
         if self._processes.is_writer:
-            with writing(self._folder):
+            with writing(self._folder), atomic_write(self._folder / WEIGHTS) as new:
                 write_tensors(new, weights)
-                os.replace(new, self._folder / WEIGHTS)
 
 
 def _number(value: float | None) -> float:

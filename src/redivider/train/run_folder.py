@@ -2,11 +2,11 @@
 
 import errno
 import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from redivider.files import atomic_write
 from redivider.train.errors import TrainError
 
 LOCK = ".lock"
@@ -49,15 +49,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a temporary file beside `path` and move it there, so that no reader sees a part."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")  # other processes may write it, too
-    with writing(path.parent):
-        try:
-            new.write_text(text, encoding="utf-8")
-            os.replace(new, path)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
+    """Write a text file, so that no reader sees a part of it."""
+    with writing(path.parent), atomic_write(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 @contextmanager
