@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from redivider._torch_private import TorchDispatchMode
 from redivider.chain import Chain
+from redivider.checks.report import format_table
 from redivider.checks.restore import restored, running_by
 from redivider.errors import UnitError
 from redivider.tree import tensors_of
@@ -81,13 +82,12 @@ class MemoryComparison:
 
     def __str__(self) -> str:
         """Format a table; its numbers are without the gradients of weights."""
-        width = max(map(len, self.by_backward))
-        lines = [f"{'backward':<{max(width, 8)}}  {'held':>14}  {'peak':>14}"]
-        for backward, memory in self.by_backward.items():
-            numbers = format_bytes(memory.held), format_bytes(memory.peak_without_gradients)
-            lines.append(f"{backward:<{max(width, 8)}}  {numbers[0]:>14}  {numbers[1]:>14}")
-        lines.append(f"and {format_bytes(self.gradients)} for the gradients of weights")
-        return "\n".join(lines)
+        rows = [
+            (backward, format_bytes(memory.held), format_bytes(memory.peak_without_gradients))
+            for backward, memory in self.by_backward.items()
+        ]
+        table = format_table([("backward", "held", "peak"), *rows])
+        return f"{table}\nand {format_bytes(self.gradients)} for the gradients of weights"
 
 
 def compare_memory(
