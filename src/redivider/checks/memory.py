@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, overload
 from weakref import finalize
 
 import torch
@@ -18,6 +18,7 @@ from redivider.tree import tensors_of
 
 if TYPE_CHECKING:
     from redivider.pipeline.diagnostics.memory import StagesMemory
+    from redivider.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,10 @@ class Memory:
         return f"held {self.held / 1024:,.0f} KiB, peak {self.peak / 1024:,.0f} KiB"
 
 
-@runtime_checkable
-class Measurable(Protocol):
-    """A pipeline, which measures its stages itself."""
-
-    def measure_memory(self, x: Any, /, **side: Any) -> "StagesMemory":
-        """Count the bytes that every stage holds for inputs like x."""
-
-
 @overload
 def measure_memory(model: nn.Module, x: Any, /, **side: Any) -> Memory: ...
 @overload
-def measure_memory(model: Measurable, x: Any, /, **side: Any) -> "StagesMemory": ...
+def measure_memory(model: "Pipeline", x: Any, /, **side: Any) -> "StagesMemory": ...
 def measure_memory(model: Any, x: Any, /, **side: Any) -> "Memory | StagesMemory":
     """Run a forward and a backward of a module, and count the bytes that they allocate.
 
@@ -54,11 +47,12 @@ def measure_memory(model: Any, x: Any, /, **side: Any) -> "Memory | StagesMemory
     runs on a copy of the model, and needs no target.
     """
     if not isinstance(model, nn.Module):
-        if not isinstance(model, Measurable):
+        if not hasattr(model, "measure_memory"):
             raise TypeError(
                 f"measure_memory takes a module or a pipeline, got {type(model).__name__}"
             )
-        return model.measure_memory(x, **side)
+        stages: StagesMemory = model.measure_memory(x, **side)
+        return stages
     parameters = [param for param in model.parameters() if param.requires_grad]
     wanted = [*parameters, *(tensor for tensor in tensors_of((x, side)) if tensor.requires_grad)]
     grads: Sequence[Tensor | None] = ()

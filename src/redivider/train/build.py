@@ -47,8 +47,11 @@ def build(recipe: Recipe) -> Engine:
     num_per_epoch = len(task.train) / (recipe.replicas * recipe.accumulate)
     total = num_microbatches(recipe, len(task.train) // recipe.replicas)
     schedule = Schedule(recipe, num_per_epoch, total // recipe.accumulate)
+    engine: type[Engine] = BackpropEngine
+    if recipe.is_pipeline:
+        engine = PipelineEngine if num_processes() == 1 else DistributedEngine
     try:
-        return _choose_engine(recipe)(recipe, task, schedule)
+        return engine(recipe, task, schedule)
     except ValueError as error:  # of pipelines
         raise SharedError(str(error)) from error
 
@@ -73,9 +76,3 @@ def num_microbatches(recipe: Recipe, per_epoch: int) -> int:
     updates = recipe.epochs * per_epoch / recipe.accumulate
     # 1.1 * 100 is slightly more than 110 in floating point, and must not become 111.
     return ceil(updates - ROUNDING) * recipe.accumulate
-
-
-def _choose_engine(recipe: Recipe) -> type[Engine]:
-    if not recipe.is_pipeline:
-        return BackpropEngine
-    return PipelineEngine if num_processes() == 1 else DistributedEngine

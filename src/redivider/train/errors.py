@@ -19,6 +19,11 @@ class SharedError(TrainError):
         return os.environ.get("RANK", "0") == "0"
 
 
+def first_mismatch(error: RuntimeError) -> str:
+    """Return the first line of an error of `load_state_dict`, below its title."""
+    return "".join(str(error).split("\n")[1:2]).strip() or str(error)
+
+
 def check_installed(*modules: str) -> None:
     """Raise an ImportError for a missing package now, not hours into a run."""
     for module in modules:

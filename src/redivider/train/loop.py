@@ -111,7 +111,8 @@ def _read_result(folder: Path) -> Result | None:
     rows = read_run(folder).end if has_log else []
     if not rows:
         return None
-    score = Score(_number(rows[-1]["loss"]), rows[-1]["accuracy"])
+    loss = rows[-1]["loss"]  # null for NaN, which JSON does not have
+    score = Score(nan if loss is None else loss, rows[-1]["accuracy"])
     return Result(folder, score, rows[-1]["seconds"])
 
 
@@ -412,8 +413,3 @@ class Training:
         if self._processes.is_writer:
             with writing(self._folder), atomic_write(self._folder / WEIGHTS) as new:
                 write_tensors(new, weights)
-
-
-def _number(value: float | None) -> float:
-    """Return NaN for None: JSON has no NaN."""
-    return nan if value is None else value

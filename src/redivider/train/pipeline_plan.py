@@ -25,7 +25,8 @@ class PipelinePlan:
     @property
     def chosen(self) -> Choice:
         """The fastest of our methods."""
-        return max((self.choices[name] for name in OURS if name in self.choices), key=_rank)
+        ours = [self.choices[name] for name in OURS if name in self.choices]
+        return max(ours, key=lambda choice: choice.rank)
 
     @property
     def table(self) -> str:
@@ -71,10 +72,6 @@ class PipelinePlan:
             f"{simulation.late:.2g}",
             f"{choice.memory / 2**30:.2f} GiB",
         ]
-
-
-def _rank(choice: Choice) -> tuple[float, ...]:
-    return choice.rank
 
 
 def plan_pipeline(
