@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from redivider import __version__
-from redivider.errors import did_you_mean
+from redivider.errors import did_you_mean, no_such
 
 if TYPE_CHECKING:
     from redivider.train.recipe import Recipe
@@ -69,8 +69,7 @@ def _dispatch(words: list[str]) -> int:
     """Parse the command line, and run the subcommand."""
     command = words[0] if words else ""
     if command and not command.startswith("-") and command not in COMMANDS:
-        hint = did_you_mean(command, COMMANDS, "`redivider --help` lists all")
-        raise Usage(f"there is no command {command!r}; {hint}")
+        raise Usage(no_such("command", command, COMMANDS, "`redivider --help` lists all"))
     args, rest = _make_parser().parse_known_args(words)
     # For train and compare the rest are fields of the recipe, which `override` parses.
     if rest and args.run not in (train, compare):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from redivider.checks.report import format_table
+from redivider.errors import no_such
 from redivider.models.catalogue import list_models
 from redivider.models.summary import summarise_units
 from redivider.pipeline.diagnostics.timeline import draw_spans
@@ -86,8 +87,9 @@ def plan_pipeline(
         max_late: Updates by which a gradient may be late.
         flops: FLOPs per second that a device reaches.
     """
-    if model not in list_models():
-        raise TrainError(f"there is no model {model!r}; `redivider models` lists them")
+    names = list_models()
+    if model not in names:
+        raise TrainError(no_such("model", model, names, "`redivider models` lists all"))
     units = summarise_units(model)
     costs = UnitCosts(
         seconds=tuple(unit.flops / flops for unit in units),
