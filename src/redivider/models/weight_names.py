@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Made:
-    """Tensor that a function makes of the tensors with these names."""
+class Derived:
+    """Tensor that a function computes from the tensors with these names."""
 
     function: Callable[..., Tensor]
     names: tuple[str, ...]
 
 
-Source = str | Made
+Source = str | Derived
 Places = Callable[[Any, dict[str, str]], Mapping[str, Any]]
 
 
@@ -46,24 +46,26 @@ class Names:
     places: Places = field(default=lambda options, words: words)
 
 
-def joined(name: str, *kinds: str) -> Made:
+def joined(name: str, *kinds: str) -> Derived:
     """Join tensors along their first dimension; `name` has a `*` where their names differ."""
-    return Made(lambda *parts: torch.cat(parts), tuple(name.replace("*", kind) for kind in kinds))
+    return Derived(
+        lambda *parts: torch.cat(parts), tuple(name.replace("*", kind) for kind in kinds)
+    )
 
 
-def transposed(name: str) -> Made:
+def transposed(name: str) -> Derived:
     """Transpose a matrix; a bias stays."""
-    return Made(lambda x: x.T if x.dim() == 2 else x, (name,))
+    return Derived(lambda x: x.T if x.dim() == 2 else x, (name,))
 
 
-def flat(name: str) -> Made:
+def flat(name: str) -> Derived:
     """Flatten a tensor."""
-    return Made(Tensor.flatten, (name,))
+    return Derived(Tensor.flatten, (name,))
 
 
-def first_picture(name: str) -> Made:
+def first_picture(name: str) -> Derived:
     """Take the first picture of a filter for videos."""
-    return Made(lambda x: x[:, :, 0] if x.dim() == 5 else x, (name,))
+    return Derived(lambda x: x[:, :, 0] if x.dim() == 5 else x, (name,))
 
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -198,7 +200,7 @@ def _mvit() -> Iterator[tuple[str, Sequence[Source]]]:
     yield "stem.patches.conv", [first_picture("conv_proj")]
     yield "stem.token.weight", ["pos_encoding.class_token"]
     kinds = tuple(f"pos_encoding.{kind}_pos" for kind in ("class", "spatial", "temporal"))
-    places = Made(lambda token, where, when: torch.cat((token[None], where + when)), kinds)
+    places = Derived(lambda token, where, when: torch.cat((token[None], where + when)), kinds)
     yield "stem.positions.weight", [places]
     for ours in (ATTENTION, f"{ATTENTION}.f"):  # the first layer of a stage has no f
         yield f"{ours}.norm", [f"{_BLOCK}.norm1"]
@@ -261,7 +263,7 @@ ROBERTA = Names(
         "stem.tokens.weight": [_EMBEDDED],
         # Their positions begin at 2, and every token has the one type there is.
         "stem.positions.weight": [
-            Made(
+            Derived(
                 lambda positions, types: positions[2:] + types,
                 (
                     "embeddings.position_embeddings.weight",

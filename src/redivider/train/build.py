@@ -60,7 +60,7 @@ def join_processes(recipe: Recipe, device: torch.device) -> torch.device:
     """Join the process group of the run, and return the device of this process."""
     if not recipe.is_pipeline:
         raise SharedError(
-            f"{recipe.method} runs in one process; take a pipeline's method, such as --method "
+            f"{recipe.method} runs in one process; use a pipeline's method, such as --method "
             "petra, or start it without torchrun"
         )
     if recipe.probe_every:

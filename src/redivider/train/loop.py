@@ -249,7 +249,7 @@ class Training:
 
     def _save_and_stop(self) -> None:
         if not all(bool(metrics.loss.isfinite()) for metrics in self._metrics):
-            raise FloatingPointError("the loss is not a number; nothing was saved after that")
+            raise FloatingPointError("the loss is NaN or infinite; nothing was saved after that")
         self._write_quality()
         self._save()
         raise Stopped(f"stopped after {self._step} micro-batches and saved", self._folder)
@@ -269,7 +269,7 @@ class Training:
             return nan, None  # the pipeline is filling
         loss = float(torch.stack([metrics.loss for metrics in self._metrics]).double().mean())
         if not isfinite(loss):
-            raise FloatingPointError(f"the loss is not a number before micro-batch {self._step}")
+            raise FloatingPointError(f"the loss is NaN or infinite before micro-batch {self._step}")
         correct = [metrics.correct for metrics in self._metrics if metrics.correct is not None]
         num = len(correct) * self._recipe.microbatch
         self._metrics = []

@@ -158,7 +158,7 @@ def _read(folder: Path) -> tuple[Recipe, dict[str, Tensor]]:
     inside = find_runs(folder)
     if inside != [folder]:
         names = ", ".join(map(str, inside))
-        raise TrainError(f"{folder} is a folder of runs; take one of them: {names}")
+        raise TrainError(f"{folder} is a folder of runs; choose one of them: {names}")
     if not (folder / WEIGHTS).exists():
         raise TrainError(
             f"{folder} has no {WEIGHTS}, since the run has not ended; "

@@ -237,7 +237,7 @@ def read_recipe(path: Path) -> Recipe:
             )
     missing = [name for name in ("name", "model", "data") if name not in values]
     if missing:
-        raise TrainError(f"{path} says no {' and no '.join(missing)}")
+        raise TrainError(f"{path} has no {' and no '.join(missing)}")
     try:
         return Recipe(**values)
     except TrainError as error:

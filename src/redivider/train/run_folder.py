@@ -29,7 +29,7 @@ def claim(folder: Path, *, numbered: bool) -> Path:
                     return path
                 if not numbered:
                     raise TrainError(
-                        f"{folder} is there already; take another folder, or go on with a run by "
+                        f"{folder} exists; choose another folder, or resume its run with "
                         "--resume (in Python resume=True)"
                     ) from None
                 path, number = folder.with_name(f"{folder.name}-{number}"), number + 1
@@ -61,7 +61,7 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         may_be_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
-        remedy = "make room there, or take another folder" if may_be_full else "take another folder"
+        room = "make room there, or " if may_be_full else ""
         raise TrainError(
-            f"cannot write to {folder} ({error.strerror or error}); {remedy}"
+            f"cannot write to {folder} ({error.strerror or error}); {room}choose another folder"
         ) from error

@@ -73,7 +73,7 @@ def test_files_that_hold_no_recipe(tmp_path):
         ("{", "is not JSON"),
         ("[1]", "must hold an object"),
         (json.dumps({**good, "epoch": 3}), "no field 'epoch'; did you mean 'epochs'?"),
-        (json.dumps({"name": "x", "data": "digits"}), "says no model"),
+        (json.dumps({"name": "x", "data": "digits"}), "has no model"),
         (json.dumps({**good, "epochs": "x"}), "epochs must be float, got 'x'"),
     ):
         path.write_text(text)
