@@ -317,8 +317,9 @@ def _name(run: Callable[..., int]) -> str:
     return run.__name__.replace("_", "-")
 
 
-COMMANDS = {_name(run): run for run in (train, compare, evaluate, sample, export)} | {
-    _name(run): run for run in (recipes, models, plan_pipeline, report)
+COMMANDS = {
+    _name(run): run
+    for run in (train, compare, evaluate, sample, export, recipes, models, plan_pipeline, report)
 }
 
 

@@ -74,21 +74,19 @@ def _read(weights: Weights) -> Mapping[str, Tensor]:
         if not path.is_file():
             raise OptionError(f"there is no file {path} to read weights from")
         if path.suffix == ".safetensors":
-            state = require("safetensors.torch", f"reading {path.name}", "checkpoint").load_file(
-                path
-            )
+            safetensors = require("safetensors.torch", f"reading {path.name}", "checkpoint")
+            state = safetensors.load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
-    is_state = isinstance(state, Mapping) and all(isinstance(key, str) for key in state)
-    wrong = (
-        [key for key, value in state.items() if not isinstance(value, Tensor)] if is_state else []
+    kind = type(state).__name__
+    if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
+        wrong = [key for key, value in state.items() if not isinstance(value, Tensor)]
+        if not wrong:
+            return state
+        kind = f"an entry {wrong[0]!r} that is not a tensor"
+    raise OptionError(
+        f"weights must be a state dict, or the path of one (.pt or .safetensors), got {kind}"
     )
-    if not is_state or wrong:
-        kind = f"an entry {wrong[0]!r} that is not a tensor" if wrong else type(state).__name__
-        raise OptionError(
-            f"weights must be a state dict, or the path of one (.pt or .safetensors), got {kind}"
-        )
-    return state  # type: ignore[no-any-return]
 
 
 def _strip(key: str, prefixes: Iterable[str]) -> str:

@@ -57,7 +57,7 @@ def test_every_row_of_table_2_is_there():
         ({"latency": 0}, "latency must be 0.5 or more"),
         ({"compile": "yes"}, "compile must be bool"),
         ({"memory": "much"}, "memory is a number of bytes"),
-        ({"memory": "6GiB", "method": "petra"}, "take --method reverse"),
+        ({"memory": "6GiB", "method": "petra"}, "use --method reverse"),
     ],
 )
 def test_wrong_values_are_refused(wrong, said):
