@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from redivider.errors import did_you_mean
+from redivider.errors import no_such
 from redivider.train.errors import TrainError
 from redivider.train.recipe import Method, Recipe
 from redivider.train.recipes import get_recipe
@@ -346,4 +346,4 @@ def get_claim(name: str) -> Claim:
             return claim
     names = [claim.name for claim in CLAIMS]
     otherwise = "`python experiments/run.py` lists all"
-    raise TrainError(f"there is no claim {name!r}; {did_you_mean(name, names, otherwise)}")
+    raise TrainError(no_such("claim", name, names, otherwise))

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 import redivider as rd
 from redivider.budget.measure import measure
-from redivider.budget.meter import counting_flops
 from redivider.budget.plan import measure_step
 from redivider.budget.solve import find_least, solve
+from redivider.checks.flops import counting_flops
 
 plt.rcParams["svg.fonttype"] = "none"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 from redivider import __version__
-from redivider.errors import did_you_mean
+from redivider.errors import did_you_mean, no_such
 
 if TYPE_CHECKING:
     from redivider.train.recipe import Recipe
@@ -69,8 +69,7 @@ def _dispatch(words: list[str]) -> int:
     """Parse the command line, and run the subcommand."""
     command = words[0] if words else ""
     if command and not command.startswith("-") and command not in COMMANDS:
-        hint = did_you_mean(command, COMMANDS, "`redivider --help` lists all")
-        raise Usage(f"there is no command {command!r}; {hint}")
+        raise Usage(no_such("command", command, COMMANDS, "`redivider --help` lists all"))
     args, rest = _make_parser().parse_known_args(words)
     # For train and compare the rest are fields of the recipe, which `override` parses.
     if rest and args.run not in (train, compare):
@@ -210,7 +209,7 @@ def compare(args: argparse.Namespace, rest: Sequence[str]) -> int:
     recipe, destination = _prepare(args, rest)
     if not recipe.compare and destination["resume"]:
         raise Usage(
-            f"{destination['folder']} is no comparison; `redivider train --resume` goes on with it"
+            f"{destination['folder']} is no comparison; `redivider train --resume` resumes it"
         )
     return _compare(recipe if recipe.compare else replace(recipe, compare=COMPARED), destination)
 
@@ -318,8 +317,9 @@ def _name(run: Callable[..., int]) -> str:
     return run.__name__.replace("_", "-")
 
 
-COMMANDS = {_name(run): run for run in (train, compare, evaluate, sample, export)} | {
-    _name(run): run for run in (recipes, models, plan_pipeline, report)
+COMMANDS = {
+    _name(run): run
+    for run in (train, compare, evaluate, sample, export, recipes, models, plan_pipeline, report)
 }
 
 
@@ -372,8 +372,8 @@ def _prepare(args: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, De
     if (Path(args.recipe) / RECIPE).exists():
         name = shlex.quote(args.recipe)
         raise Usage(
-            f"{name} is a run; `redivider train --resume {name}` goes on with it, and `redivider "
-            f"train {name}/{RECIPE}` begins another one like it"
+            f"{name} is a run; `redivider train --resume {name}` resumes it, and `redivider train "
+            f"{name}/{RECIPE}` starts another run of its recipe"
         )
     is_file = args.recipe.endswith(".json")
     recipe = read_recipe(Path(args.recipe)) if is_file else get_recipe(args.recipe)
@@ -382,8 +382,8 @@ def _prepare(args: argparse.Namespace, rest: Sequence[str]) -> "tuple[Recipe, De
     if args.out is not None and (args.out / RECIPE).exists() and not is_restart():
         name = shlex.quote(str(args.out))
         raise Usage(
-            f"{name} holds a run already; go on with it by `redivider train --resume {name}`, "
-            "or take another folder"
+            f"{name} already holds a run; `redivider train --resume {name}` resumes it; or choose "
+            "another folder"
         )
     folder = args.out or RUNS / recipe.name
     return recipe, Destination(folder=folder, resume=False, numbered=args.out is None)
@@ -404,7 +404,7 @@ def _compare(recipe: "Recipe", destination: Destination) -> int:
 
 def _print_how_to_resume(folder: Path, reason: str) -> int:
     command = f"redivider train --resume {shlex.quote(str(folder))}"
-    print(f"redivider: {reason}; go on with: {command}", file=sys.stderr)
+    print(f"redivider: {reason}; resume it by: {command}", file=sys.stderr)
     return 130
 
 

@@ -96,6 +96,11 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"did you mean {close[0]!r}?" if close else otherwise
 
 
+def no_such(kind: str, name: object, known: Iterable[str], otherwise: str) -> str:
+    """Return the text of an error about a name in lower case that is not known."""
+    return f"there is no {kind} {name!r}; {did_you_mean(str(name).lower(), known, otherwise)}"
+
+
 def not_one_of(name: str, value: object, known: Iterable[str], *, also: str = "") -> str:
     """Return the text of an error about an argument that must be one of some names."""
     names = list(known)

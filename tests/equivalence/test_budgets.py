@@ -13,9 +13,9 @@ from torch import nn
 
 import redivider as rd
 from redivider.budget.measure import measure
-from redivider.budget.meter import counting_flops
 from redivider.budget.plan import measure_step
 from redivider.budget.solve import find_least, solve, trace
+from redivider.checks.flops import counting_flops
 
 NUM_BUDGETS = 30
 

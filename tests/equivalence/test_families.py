@@ -68,7 +68,7 @@ def test_every_coupling_is_inverted(name, options):
     assert bool(couplings) == name.startswith("rev")
     x = resolve(name, **options)[1].example(5)
     report = rd.check_reversible(model, x.double() if x.is_floating_point() else x, tolerance=1e-12)
-    assert len(report.each) == len(couplings)
+    assert len(report.errors) == len(couplings)
 
 
 @pytest.mark.slow

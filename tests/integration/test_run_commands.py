@@ -197,7 +197,7 @@ def test_all_runs_of_a_folder_are_evaluated(earlier, capsys):
         ("sample earlier", "revnet18 was trained on digits"),
         ("sample earlier --prompt=", "a sample needs a prompt"),
         ("sample earlier --temperature nan", "a sample needs a prompt"),
-        ("export .", "is a folder of runs; take one of them: earlier"),
+        ("export .", "is a folder of runs; choose one of them: earlier"),
         ("export earlier --format onx", "invalid choice: 'onx'"),
         ("evaluate earlier --device tpu9", "no device 'tpu9'"),
         ("export earlier --out earlier/log.jsonl/x", "earlier/log.jsonl"),

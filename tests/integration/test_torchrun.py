@@ -16,7 +16,7 @@ from support.processes.torchrun import (
 from support.training import rows
 
 from redivider.train.compare import compare
-from redivider.train.errors import TrainError
+from redivider.train.errors import SharedError, TrainError
 from redivider.train.loop import train
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def test_a_rank_is_killed_then_all_are_stopped_and_go_on_in_another_number(asked
     words = ("train", asked, "--epochs", "2", "--out", "run")
     group, said = run_forked(2, *words, victim="1:40", stop="1:60:1", restarts=3)
     assert Path("killed").exists(), said
-    assert "and saved; go on with: redivider train --resume run" in said, said
+    assert "and saved; resume it by: redivider train --resume run" in said, said
     assert said.count("and saved") == 1  # one of them speaks
     with pytest.raises(ProcessLookupError):
         os.killpg(group, 0)  # none of them is left
@@ -92,14 +92,14 @@ def test_replicas(asked):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"method": "reverse"}, "reverse runs in one process; take a pipeline's method"),
+        ({"method": "reverse"}, "reverse runs in one process; use a pipeline's method"),
         ({"probe_every": 5}, "a probe needs the whole network in one process"),
     ],
 )
 def test_what_cannot_be_spread(changes, reason, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(TrainError, match=reason) as caught:
+    with pytest.raises(SharedError, match=reason) as caught:
         train(small(**changes), tmp_path / "run")
     assert not caught.value.is_first and not (tmp_path / "run").exists()
 
@@ -123,7 +123,7 @@ def test_an_attempt_goes_on_in_the_folder_of_its_own_run(tmp_path, monkeypatch):
     train(small(epochs=0.1), tmp_path / "run", numbered=True)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert train(small(epochs=0.1), tmp_path / "run", numbered=True).folder.name == "run-2"
-    with pytest.raises(TrainError, match="is there already"):
+    with pytest.raises(TrainError, match="exists; choose another folder"):
         train(small(epochs=0.1), tmp_path / "run")  # which is not this one's
 
 

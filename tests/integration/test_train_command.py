@@ -84,7 +84,7 @@ def test_signals_lose_nothing(how, whole):
         assert code == -signal.SIGKILL
     else:
         assert code == 130, said
-        assert "go on with: redivider train --resume parts" in said and "Traceback" not in said
+        assert "resume it by: redivider train --resume parts" in said and "Traceback" not in said
     assert not rows(Path("parts"), "end")
     with open("parts/log.jsonl", "a") as log:
         log.write('{"kind": "tra')  # as a process that is killed may leave it
@@ -158,14 +158,14 @@ def test_a_damaged_checkpoint_is_passed_over(capsys, caplog):
         ("train recipe.json --model-options width", "takes names and values"),
         ("train recipe.json --stages four", "--stages: takes INT|{[INT [INT ...]]}|{auto}, got"),
         ("train recipe.json --epochs -1", "redivider: epochs must be"),
-        ("train revnet18-cifar100-petra --device cuda", "take --device cpu"),
+        ("train revnet18-cifar100-petra --device cuda", "use --device cpu"),
         ("train recipe.json --device tpu9", "no device 'tpu9'"),
         ("train recipe.json --data imagenet32", "imagenet32"),
         ("train recipe.json --data digit", "did you mean 'digits'?"),
         ("train recipe.json --model revnet", "no model 'revnet'"),
         ("train recipe.json --model-options breadth 3", "no option 'breadth'"),
         ("train recipe.json --stages 9", "4 units cannot be cut into 9 stages"),
-        ("train recipe.json --microbatch 5000", "take a smaller batch"),
+        ("train recipe.json --microbatch 5000", "choose a smaller batch"),
         ("train --resume nowhere", "there is no run in nowhere"),
         ("train --resume x --out y", "--resume takes the run as it is"),
         ("train --resume x --lr 0.3", "--resume takes the run as it is"),
@@ -176,7 +176,7 @@ def test_a_damaged_checkpoint_is_passed_over(capsys, caplog):
         ("compare quickstart --method store", "a comparison is by --compare METHOD"),
         ("train recipe.json --compare store petra --stages 9", "cut into 9 stages"),
         ("train --seed 1 recipe.json", "the name comes first"),
-        ("train recipe.json --out recipe.json", "recipe.json is there already"),
+        ("train recipe.json --out recipe.json", "recipe.json exists; choose another folder"),
         ("train recipe.json --out recipe.json/x", "cannot write to recipe.json/x"),
         ("train recipe.json --name ../x", "name must be words"),
         ("train recipe.json --label-smoothing 2", "label_smoothing must be 0 or more"),
@@ -243,13 +243,13 @@ def test_a_run_is_no_recipe(capsys):
     assert main("train recipe.json --out some --epochs 0.1".split()) == 0
     assert main(["train", "some"]) == 2
     said = capsys.readouterr().err
-    assert "train --resume some` goes on" in said and "train some/recipe.json` begins" in said
+    assert "train --resume some` resumes" in said and "train some/recipe.json` starts" in said
 
 
 def test_a_run_is_not_written_over(capsys):
     assert main(["train", "recipe.json", "--out", "run", "--epochs", "0.1"]) == 0
     assert main(["train", "recipe.json", "--out", "run"]) == 2
-    assert "holds a run already; go on with it by" in capsys.readouterr().err
+    assert "already holds a run; `redivider train --resume" in capsys.readouterr().err
     for folder in ("runs/small", "runs/small-2"):
         assert main(["train", "recipe.json", "--epochs", "0.1"]) == 0
         assert Path(folder, "model.safetensors").exists()
@@ -326,7 +326,7 @@ def test_what_is_not_installed_is_said_before_anything_is_done(module):
 def test_a_folder_that_cannot_be_made_is_not_said_to_be_full(capsys):
     assert main(["train", "recipe.json", "--out", "recipe.json/x"]) == 2
     err = capsys.readouterr().err
-    assert "cannot write to recipe.json/x" in err and err.endswith("; take another folder\n")
+    assert "cannot write to recipe.json/x" in err and err.endswith("; choose another folder\n")
     for error in (OSError(errno.ENOSPC, "No space"), OSError("safetensors does not tell which")):
         with pytest.raises(TrainError, match="make room there"), writing(Path("full")):
             raise error
@@ -337,7 +337,9 @@ def test_a_comparison_stopped_when_a_run_had_all_but_ended_goes_on(monkeypatch, 
     stop_in_evaluation(monkeypatch)
     assert main(words.split()) == 130
     err = capsys.readouterr().err
-    assert "stopped after store, which has ended; go on with: redivider train --resume parts" in err
+    assert (
+        "stopped after store, which has ended; resume it by: redivider train --resume parts" in err
+    )
     assert rows(Path("parts/store"), "end") and not Path("parts/reverse").exists()
     assert main(["train", "--resume", "parts"]) == 0
     assert rows(Path("parts/reverse"), "end") and Path("parts/report.html").exists()

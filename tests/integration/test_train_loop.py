@@ -452,7 +452,7 @@ else:
         train(config, tmp_path / "busy", resume=True)
     folders = [train(config, tmp_path / "run", numbered=True).folder.name for _ in range(3)]
     assert folders == ["run", "run-2", "run-3"]
-    with pytest.raises(TrainError, match="is there already"):
+    with pytest.raises(TrainError, match="exists; choose another folder"):
         train(config, tmp_path / "run")
     (tmp_path / "empty").mkdir()
     assert train(config, tmp_path / "empty").folder == tmp_path / "empty"
@@ -520,7 +520,7 @@ def test_folders_may_be_strings(tmp_path):
     folder = str(tmp_path / "run")
     result = train(recipe(epochs=0.1), folder)
     assert str(result.folder) == folder and read_run(folder).end
-    with pytest.raises(TrainError, match=r"is there already; .* resume=True"):
+    with pytest.raises(TrainError, match=r"exists; choose another folder, .* resume=True"):
         train(recipe(epochs=0.1), folder)
 
 

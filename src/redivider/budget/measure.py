@@ -23,9 +23,10 @@ from redivider.backward.offload import NUM_LEAVING
 from redivider.backward.row import Row, prepare_streams
 from redivider.backward.saving import Saving
 from redivider.backward.strategy import begin_pass, resolve_strategy
-from redivider.budget.meter import Meter, counting, counting_flops
+from redivider.budget.meter import Meter, counting
 from redivider.budget.solve import Key, Option, Peak, Problem
 from redivider.chain import Chain, name_unit, taken
+from redivider.checks.flops import counting_flops
 from redivider.checks.restore import restored
 from redivider.convert.reversible import PLACE
 from redivider.coupling import Coupling

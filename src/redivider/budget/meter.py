@@ -1,4 +1,4 @@
-"""Counters of bytes, of CUDA's allocator or of torch's operations on the CPU, and of FLOPs."""
+"""Counters of bytes, of CUDA's allocator or of torch's operations on the CPU."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from redivider.checks.memory import Live
 
@@ -75,14 +74,3 @@ def counting(is_cuda: bool, weights: Sequence[Tensor] = ()) -> Iterator[Meter]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def counting_flops() -> FlopCounterMode:
-    """Return a counter of FLOPs that knows the CPU's kernels of attention, as torch's does not."""
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    formulas = {
-        forward: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),  # type: ignore[no-untyped-call]
-        backward: lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4]),  # type: ignore[no-untyped-call]
-    }
-    return FlopCounterMode(display=False, custom_mapping=formulas)

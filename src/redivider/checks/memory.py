@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, overload
 from weakref import finalize
 
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from redivider._torch_private import TorchDispatchMode
 from redivider.chain import Chain
+from redivider.checks.report import format_table
 from redivider.checks.restore import restored, running_by
 from redivider.errors import UnitError
 from redivider.tree import tensors_of
 
 if TYPE_CHECKING:
     from redivider.pipeline.diagnostics.memory import StagesMemory
+    from redivider.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,10 @@ class Memory:
         return f"held {self.held / 1024:,.0f} KiB, peak {self.peak / 1024:,.0f} KiB"
 
 
-@runtime_checkable
-class Measurable(Protocol):
-    """A pipeline, which measures its stages itself."""
-
-    def measure_memory(self, x: Any, /, **side: Any) -> "StagesMemory":
-        """Count the bytes that every stage holds for inputs like x."""
-
-
 @overload
 def measure_memory(model: nn.Module, x: Any, /, **side: Any) -> Memory: ...
 @overload
-def measure_memory(model: Measurable, x: Any, /, **side: Any) -> "StagesMemory": ...
+def measure_memory(model: "Pipeline", x: Any, /, **side: Any) -> "StagesMemory": ...
 def measure_memory(model: Any, x: Any, /, **side: Any) -> "Memory | StagesMemory":
     """Run a forward and a backward of a module, and count the bytes that they allocate.
 
@@ -53,11 +47,12 @@ def measure_memory(model: Any, x: Any, /, **side: Any) -> "Memory | StagesMemory
     runs on a copy of the model, and needs no target.
     """
     if not isinstance(model, nn.Module):
-        if not isinstance(model, Measurable):
+        if not hasattr(model, "measure_memory"):
             raise TypeError(
                 f"measure_memory takes a module or a pipeline, got {type(model).__name__}"
             )
-        return model.measure_memory(x, **side)
+        stages: StagesMemory = model.measure_memory(x, **side)
+        return stages
     parameters = [param for param in model.parameters() if param.requires_grad]
     wanted = [*parameters, *(tensor for tensor in tensors_of((x, side)) if tensor.requires_grad)]
     grads: Sequence[Tensor | None] = ()
@@ -81,13 +76,12 @@ class MemoryComparison:
 
     def __str__(self) -> str:
         """Format a table; its numbers are without the gradients of weights."""
-        width = max(map(len, self.by_backward))
-        lines = [f"{'backward':<{max(width, 8)}}  {'held':>14}  {'peak':>14}"]
-        for backward, memory in self.by_backward.items():
-            numbers = format_bytes(memory.held), format_bytes(memory.peak_without_gradients)
-            lines.append(f"{backward:<{max(width, 8)}}  {numbers[0]:>14}  {numbers[1]:>14}")
-        lines.append(f"and {format_bytes(self.gradients)} for the gradients of weights")
-        return "\n".join(lines)
+        rows = [
+            (backward, format_bytes(memory.held), format_bytes(memory.peak_without_gradients))
+            for backward, memory in self.by_backward.items()
+        ]
+        table = format_table([("backward", "held", "peak"), *rows])
+        return f"{table}\nand {format_bytes(self.gradients)} for the gradients of weights"
 
 
 def compare_memory(

@@ -14,21 +14,21 @@ from redivider.chain import Chain
 class Errors:
     """Relative errors by unit or parameter."""
 
-    what: str
-    each: dict[str, float]
+    title: str
+    errors: dict[str, float]
     notes: dict[str, str] = field(default_factory=dict)
     """Defects that are not errors of numbers, by unit."""
 
     @property
     def worst(self) -> float:
         """The largest error."""
-        return max(self.each.values(), default=0.0)
+        return max(self.errors.values(), default=0.0)
 
     def __str__(self) -> str:
         """Format the five largest errors as a table, and all notes."""
-        largest = sorted(self.each.items(), key=lambda item: -item[1])[:5]
+        largest = sorted(self.errors.items(), key=lambda item: -item[1])[:5]
         rows = [f"  {error:8.1e}  {name}" for name, error in largest]
-        more = [f"  and {len(self.each) - 5} more"] if len(self.each) > 5 else []
+        more = [f"  and {len(self.errors) - 5} more"] if len(self.errors) > 5 else []
         units: dict[str, list[str]] = {}
         for name, note in self.notes.items():
             units.setdefault(note, []).append(name)
@@ -36,7 +36,7 @@ class Errors:
             f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {note}"
             for note, names in units.items()
         ]
-        return "\n".join([f"{self.what}: at most {self.worst:.1e}", *rows, *more, *notes])
+        return "\n".join([f"{self.title}: at most {self.worst:.1e}", *rows, *more, *notes])
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:

@@ -50,7 +50,7 @@ class Batches(ABC):
         if num_samples < (batch_size if train else 1):
             raise DataError(
                 f"{source} has {num_samples} samples, too few for a batch of {batch_size}; "
-                "take a smaller batch"
+                "choose a smaller batch"
             )
         self.num_samples, self.batch_size = num_samples, batch_size
         self.train, self.seed = train, operator.index(seed)

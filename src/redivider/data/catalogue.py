@@ -12,7 +12,7 @@ from redivider.data.folder import Folder
 from redivider.data.imagenet import read_imagenet, read_imagenet32
 from redivider.data.images import Images
 from redivider.data.text import Text, read_text
-from redivider.errors import did_you_mean
+from redivider.errors import did_you_mean, no_such
 
 Source = Images | Folder | Text
 
@@ -44,15 +44,12 @@ def load(name: str, *, train: bool, folder: str | Path | None = None, **options:
         **options: `download=False` (cifar10, cifar100), `image_size` (imagenet), `tokens` (text).
     """
     if name not in SOURCES:
-        raise DataError(f"there is no data {name!r}; {_hint(str(name), list(SOURCES), 'it is')}")
+        raise DataError(no_such("data", name, SOURCES, f"it is one of {', '.join(SOURCES)}"))
     read = SOURCES[name]
     known = [param for param in signature(read).parameters if param not in ("folder", "train")]
     for option in options:
         if option not in known:
-            raise DataError(f"{name} has no option {option!r}; {_hint(option, known, 'it has')}")
+            otherwise = f"it has one of {', '.join(known)}" if known else "it has none"
+            hint = did_you_mean(option, known, otherwise)
+            raise DataError(f"{name} has no option {option!r}; {hint}")
     return read(folder, train=train, **options)
-
-
-def _hint(name: str, known: list[str], otherwise: str) -> str:
-    all_known = f"{otherwise} one of {', '.join(known)}" if known else "it has none"
-    return did_you_mean(name.lower(), known, all_known)

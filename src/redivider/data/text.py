@@ -107,7 +107,7 @@ class TextBatches(Batches):
         if context < 1 or num < needed:
             raise DataError(
                 f"{text.name} has {num} tokens, too few for a context of {context}; "
-                "take a smaller one, 1 or more, or more text"
+                "choose a smaller one, 1 or more, or provide more text"
             )
         # In training the first window starts at any of the first `context` tokens.
         num_windows = num // context - 1 if train else -(-(num - extra) // context)

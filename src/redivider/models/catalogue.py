@@ -10,7 +10,7 @@ import torch
 
 from redivider.arithmetic import Arithmetic
 from redivider.chain import Chain
-from redivider.errors import did_you_mean
+from redivider.errors import did_you_mean, no_such
 from redivider.initial import materialise
 from redivider.models import gpt, llama, mvit, resnet, revnet, roberta, swin, vit
 from redivider.models.options import OptionError
@@ -102,8 +102,7 @@ def resolve(name: str, **options: Any) -> tuple[Family, Any]:
     names = _names()
     if name not in names:
         lists = "rd.list_models() or `redivider models` lists all"
-        hint = did_you_mean(str(name), names, lists)
-        raise OptionError(f"there is no model {name!r}; {hint}")
+        raise OptionError(no_such("model", name, names, lists))
     family, size = names[name]
     known = [field.name for field in fields(family.options)]
     for option in options:

@@ -56,7 +56,7 @@ class Options(Language):
                 )
         if self.width // self.heads % 2:
             raise OptionError(
-                f"RoPE rotates pairs, and heads of {self.width // self.heads} have one too many; "
+                f"head width {self.width // self.heads} is odd, and RoPE rotates pairs; "
                 f"make width {self.width} a multiple of {2 * self.heads}, or change heads"
             )
         for name in ("rope_theta", "rope_factor"):

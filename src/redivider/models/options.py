@@ -87,7 +87,7 @@ def verify_heads(width: int, heads: int) -> None:
     """Raise if the number of heads does not divide the width."""
     if width % heads:
         raise OptionError(
-            f"width {width} cannot be shared out among {heads} heads; "
+            f"width {width} cannot be divided among {heads} heads; "
             f"make it a multiple of {heads}, or change heads"
         )
 

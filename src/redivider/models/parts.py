@@ -76,7 +76,7 @@ def verify_tokens(x: Tensor, most: int) -> None:
     if x.dim() != 3:
         raise ValueError(f"tokens must have shape (batch, tokens), got {x.dim() - 1} dimensions")
     if x.shape[1] > most:
-        raise ValueError(f"{x.shape[1]} tokens are more than the {most} it has")
+        raise ValueError(f"{x.shape[1]} tokens exceed the limit of {most}")
 
 
 class ClassToken(nn.Module):

@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Made:
-    """Tensor that a function makes of the tensors with these names."""
+class Derived:
+    """Tensor that a function computes from the tensors with these names."""
 
     function: Callable[..., Tensor]
     names: tuple[str, ...]
 
 
-Source = str | Made
+Source = str | Derived
 Places = Callable[[Any, dict[str, str]], Mapping[str, Any]]
 
 
@@ -46,24 +46,26 @@ class Names:
     places: Places = field(default=lambda options, words: words)
 
 
-def joined(name: str, *kinds: str) -> Made:
+def joined(name: str, *kinds: str) -> Derived:
     """Join tensors along their first dimension; `name` has a `*` where their names differ."""
-    return Made(lambda *parts: torch.cat(parts), tuple(name.replace("*", kind) for kind in kinds))
+    return Derived(
+        lambda *parts: torch.cat(parts), tuple(name.replace("*", kind) for kind in kinds)
+    )
 
 
-def transposed(name: str) -> Made:
+def transposed(name: str) -> Derived:
     """Transpose a matrix; a bias stays."""
-    return Made(lambda x: x.T if x.dim() == 2 else x, (name,))
+    return Derived(lambda x: x.T if x.dim() == 2 else x, (name,))
 
 
-def flat(name: str) -> Made:
+def flat(name: str) -> Derived:
     """Flatten a tensor."""
-    return Made(Tensor.flatten, (name,))
+    return Derived(Tensor.flatten, (name,))
 
 
-def first_picture(name: str) -> Made:
+def first_picture(name: str) -> Derived:
     """Take the first picture of a filter for videos."""
-    return Made(lambda x: x[:, :, 0] if x.dim() == 5 else x, (name,))
+    return Derived(lambda x: x[:, :, 0] if x.dim() == 5 else x, (name,))
 
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -81,16 +83,13 @@ def _groups(options: Any, words: dict[str, str]) -> dict[str, Any]:
 def _resnet() -> Iterator[tuple[str, Sequence[Source]]]:
     yield "stem.conv", ["conv1", "embedder.embedder.convolution"]
     yield "stem.norm", ["bn1", "embedder.embedder.normalization"]
-    ours, one, other = (
-        "block{group}_{block}",
-        "layer{group}.{block}",
-        "encoder.stages.{stage}.layers.{block}",
-    )
+    block = "block{group}_{block}"
+    vision, hf = "layer{group}.{block}", "encoder.stages.{stage}.layers.{block}"
     for n in range(3):
-        yield f"{ours}.f.{n}.conv", [f"{one}.conv{n + 1}", f"{other}.layer.{n}.convolution"]
-        yield f"{ours}.f.{n}.norm", [f"{one}.bn{n + 1}", f"{other}.layer.{n}.normalization"]
-    yield f"{ours}.shortcut.conv", [f"{one}.downsample.0", f"{other}.shortcut.convolution"]
-    yield f"{ours}.shortcut.norm", [f"{one}.downsample.1", f"{other}.shortcut.normalization"]
+        yield f"{block}.f.{n}.conv", [f"{vision}.conv{n + 1}", f"{hf}.layer.{n}.convolution"]
+        yield f"{block}.f.{n}.norm", [f"{vision}.bn{n + 1}", f"{hf}.layer.{n}.normalization"]
+    yield f"{block}.shortcut.conv", [f"{vision}.downsample.0", f"{hf}.shortcut.convolution"]
+    yield f"{block}.shortcut.norm", [f"{vision}.downsample.1", f"{hf}.shortcut.normalization"]
     yield "head.classes", ["fc", "classifier.1"]
 
 
@@ -157,10 +156,8 @@ def _stages(options: Any, words: dict[str, str]) -> dict[str, Any]:
     return {"stage": stage, "block": block}
 
 
-_SWIN_BLOCK, _SWIN_MERGE = (
-    "encoder.layers.{stage}.blocks.{block}",
-    "encoder.layers.{stage}.downsample",
-)
+_SWIN_BLOCK = "encoder.layers.{stage}.blocks.{block}"
+_SWIN_MERGE = "encoder.layers.{stage}.downsample"
 _TABLE = "relative_position_bias_table"
 SWIN = Names(
     {
@@ -198,17 +195,15 @@ def _mvit() -> Iterator[tuple[str, Sequence[Source]]]:
     yield "stem.patches.conv", [first_picture("conv_proj")]
     yield "stem.token.weight", ["pos_encoding.class_token"]
     kinds = tuple(f"pos_encoding.{kind}_pos" for kind in ("class", "spatial", "temporal"))
-    places = Made(lambda token, where, when: torch.cat((token[None], where + when)), kinds)
+    places = Derived(lambda token, where, when: torch.cat((token[None], where + when)), kinds)
     yield "stem.positions.weight", [places]
-    for ours in (ATTENTION, f"{ATTENTION}.f"):  # the first layer of a stage has no f
-        yield f"{ours}.norm", [f"{_BLOCK}.norm1"]
-        yield f"{ours}.body.qkv", [f"{_BLOCK}.attn.qkv"]
-        yield f"{ours}.body.out", [f"{_BLOCK}.attn.project.0"]
-        yield (
-            f"{ours}.body.pool_{{what}}.conv",
-            [first_picture(f"{_BLOCK}.attn.pool_{{what}}.pool")],
-        )
-        yield f"{ours}.body.pool_{{what}}.norm", [f"{_BLOCK}.attn.pool_{{what}}.norm_act.0"]
+    pool = f"{_BLOCK}.attn.pool_{{input}}"  # of q, k or v
+    for layer in (ATTENTION, f"{ATTENTION}.f"):  # the first layer of a stage has no f
+        yield f"{layer}.norm", [f"{_BLOCK}.norm1"]
+        yield f"{layer}.body.qkv", [f"{_BLOCK}.attn.qkv"]
+        yield f"{layer}.body.out", [f"{_BLOCK}.attn.project.0"]
+        yield f"{layer}.body.pool_{{input}}.conv", [first_picture(f"{pool}.pool")]
+        yield f"{layer}.body.pool_{{input}}.norm", [f"{pool}.norm_act.0"]
     yield f"{ATTENTION}.shortcut", [f"{_BLOCK}.project"]
     yield f"{MLP}.f.norm", [f"{_BLOCK}.norm2"]
     yield f"{MLP}.f.body.grow", [f"{_BLOCK}.mlp.0"]
@@ -256,19 +251,15 @@ LLAMA = Names(
 )
 
 _EMBEDDED = "embeddings.word_embeddings.weight"
+# Positions begin at 2 in transformers, and every token has the only type.
+_POSITIONS = Derived(
+    lambda positions, types: positions[2:] + types,
+    ("embeddings.position_embeddings.weight", "embeddings.token_type_embeddings.weight"),
+)
 ROBERTA = Names(
     {
         "stem.tokens.weight": [_EMBEDDED],
-        # Their positions begin at 2, and every token has the one type there is.
-        "stem.positions.weight": [
-            Made(
-                lambda positions, types: positions[2:] + types,
-                (
-                    "embeddings.position_embeddings.weight",
-                    "embeddings.token_type_embeddings.weight",
-                ),
-            )
-        ],
+        "stem.positions.weight": [_POSITIONS],
         "stem.norm": ["embeddings.LayerNorm"],
         f"{ATTENTION}.f.body.qkv": [joined(f"{_OLD}.attention.self.*", *WORDS)],
         f"{ATTENTION}.f.body.out": [f"{_OLD}.attention.output.dense"],

@@ -12,7 +12,7 @@ from torch import Tensor
 from redivider.chain import Chain
 from redivider.errors import require
 from redivider.models.options import OptionError
-from redivider.models.weight_names import Made, Names, Source
+from redivider.models.weight_names import Derived, Names, Source
 
 Weights = Mapping[str, Tensor] | str | PathLike[str]
 NUM_LISTED = 3
@@ -36,7 +36,7 @@ def load_weights(
     ours, state, known = model.state_dict(), dict[str, Tensor](), set[str]()
     missing, unlike = list[str](), list[str]()
     for key, tensor in ours.items():
-        sources = [*_sources(key, names, options), Made(_same, (key,))]
+        sources = [*_sources(key, names, options), Derived(_same, (key,))]
         known.update(part for source in sources for part in source.names)
         source = next((s for s in sources if all(part in stripped for part in s.names)), None)
         if source is not None:
@@ -74,21 +74,19 @@ def _read(weights: Weights) -> Mapping[str, Tensor]:
         if not path.is_file():
             raise OptionError(f"there is no file {path} to read weights from")
         if path.suffix == ".safetensors":
-            state = require("safetensors.torch", f"reading {path.name}", "checkpoint").load_file(
-                path
-            )
+            safetensors = require("safetensors.torch", f"reading {path.name}", "checkpoint")
+            state = safetensors.load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
-    is_state = isinstance(state, Mapping) and all(isinstance(key, str) for key in state)
-    wrong = (
-        [key for key, value in state.items() if not isinstance(value, Tensor)] if is_state else []
+    kind = type(state).__name__
+    if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
+        wrong = [key for key, value in state.items() if not isinstance(value, Tensor)]
+        if not wrong:
+            return state
+        kind = f"an entry {wrong[0]!r} that is not a tensor"
+    raise OptionError(
+        f"weights must be a state dict, or the path of one (.pt or .safetensors), got {kind}"
     )
-    if not is_state or wrong:
-        kind = f"an entry {wrong[0]!r} that is not a tensor" if wrong else type(state).__name__
-        raise OptionError(
-            f"weights must be a state dict, or the path of one (.pt or .safetensors), got {kind}"
-        )
-    return state  # type: ignore[no-any-return]
 
 
 def _strip(key: str, prefixes: Iterable[str]) -> str:
@@ -101,7 +99,7 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _sources(key: str, names: Names | None, options: Any) -> Iterator[Made]:
+def _sources(key: str, names: Names | None, options: Any) -> Iterator[Derived]:
     """Yield the sources of a tensor of ours, with the words in their names filled in."""
     for template, sources in (names.table if names else {}).items():
         pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[a-z0-9]+)", re.escape(template))
@@ -116,9 +114,9 @@ def _sources(key: str, names: Names | None, options: Any) -> Iterator[Made]:
             yield _fill(source, places, end)
 
 
-def _fill(source: Source, places: Mapping[str, Any], end: str) -> Made:
-    made = source if isinstance(source, Made) else Made(_same, (source,))
-    return Made(made.function, tuple(part.format(**places) + end for part in made.names))
+def _fill(source: Source, places: Mapping[str, Any], end: str) -> Derived:
+    derived = source if isinstance(source, Derived) else Derived(_same, (source,))
+    return Derived(derived.function, tuple(name.format(**places) + end for name in derived.names))
 
 
 def _essential(tensor: Tensor) -> list[int]:

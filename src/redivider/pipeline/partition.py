@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from redivider.chain import Chain, name_unit, taken
+from redivider.checks.flops import counting_flops
 from redivider.checks.restore import restored
 from redivider.errors import naming, not_one_of
 from redivider.tree import map_tensors, tensors_of
@@ -138,7 +138,7 @@ def count_costs(
 
 
 def _work(unit: nn.Module, x: Any, side: dict[str, Any]) -> tuple[Any, float]:
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), counting_flops() as counter:
         y = unit(x, **side)
     return y, float(counter.get_total_flops())
 

@@ -9,9 +9,8 @@ import torch
 from redivider.pipeline.runners.process_group import join, own_gpu
 from redivider.train.distributed import DistributedEngine
 from redivider.train.engine import BackpropEngine, Engine, PipelineEngine
-from redivider.train.errors import TrainError
+from redivider.train.errors import SharedError, TrainError
 from redivider.train.machine import resolve_device
-from redivider.train.processes import report_once
 from redivider.train.recipe import Recipe
 from redivider.train.schedule import Schedule
 from redivider.train.task import make_task
@@ -48,25 +47,24 @@ def build(recipe: Recipe) -> Engine:
     num_per_epoch = len(task.train) / (recipe.replicas * recipe.accumulate)
     total = num_microbatches(recipe, len(task.train) // recipe.replicas)
     schedule = Schedule(recipe, num_per_epoch, total // recipe.accumulate)
+    engine: type[Engine] = BackpropEngine
+    if recipe.is_pipeline:
+        engine = PipelineEngine if num_processes() == 1 else DistributedEngine
     try:
-        return _choose_engine(recipe)(recipe, task, schedule)
+        return engine(recipe, task, schedule)
     except ValueError as error:  # of pipelines
-        raise report_once(TrainError(str(error))) from error
+        raise SharedError(str(error)) from error
 
 
 def join_processes(recipe: Recipe, device: torch.device) -> torch.device:
     """Join the process group of the run, and return the device of this process."""
     if not recipe.is_pipeline:
-        raise report_once(
-            TrainError(
-                f"{recipe.method} runs in one process; take a pipeline's method, such as --method "
-                "petra, or start it without torchrun"
-            )
+        raise SharedError(
+            f"{recipe.method} runs in one process; use a pipeline's method, such as --method "
+            "petra, or start it without torchrun"
         )
     if recipe.probe_every:
-        raise report_once(
-            TrainError("a probe needs the whole network in one process: --probe-every 0")
-        )
+        raise SharedError("a probe needs the whole network in one process: --probe-every 0")
     if str(device) == "cuda":
         device = own_gpu()
     join(device, recipe.timeout)
@@ -78,9 +76,3 @@ def num_microbatches(recipe: Recipe, per_epoch: int) -> int:
     updates = recipe.epochs * per_epoch / recipe.accumulate
     # 1.1 * 100 is slightly more than 110 in floating point, and must not become 111.
     return ceil(updates - ROUNDING) * recipe.accumulate
-
-
-def _choose_engine(recipe: Recipe) -> type[Engine]:
-    if not recipe.is_pipeline:
-        return BackpropEngine
-    return PipelineEngine if num_processes() == 1 else DistributedEngine

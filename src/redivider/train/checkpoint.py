@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from redivider.pipeline.checkpoint.files import Alone, StateError, Writers, read_state, write_state
-from redivider.train.errors import TrainError
-from redivider.train.processes import report_once
+from redivider.train.errors import SharedError
 
 logger = logging.getLogger("redivider")
 
@@ -32,11 +31,9 @@ class Checkpoints:
         except OSError as error:
             kept = self._paths()
             left = f"{kept[-1].name} is still there" if kept else "there is none yet"
-            raise report_once(
-                TrainError(
-                    f"cannot write a checkpoint to {self._folder} ({error.strerror or error}); "
-                    f"make room there and resume: {left}"
-                )
+            raise SharedError(
+                f"cannot write a checkpoint to {self._folder} ({error.strerror or error}); "
+                f"make room there and resume: {left}"
             ) from None
         if self._writers.is_first:
             for old in self._paths()[:-NUM_KEPT]:
@@ -64,10 +61,8 @@ class Checkpoints:
                     shutil.rmtree(old, ignore_errors=True)
             return state
         if paths:
-            raise report_once(
-                TrainError(
-                    f"all checkpoints in {self._folder} are damaged; train anew in another folder"
-                )
+            raise SharedError(
+                f"all checkpoints in {self._folder} are damaged; train anew in another folder"
             )
         return None
 

@@ -8,11 +8,10 @@ from redivider.checks.report import format_table
 from redivider.models.catalogue import resolve
 from redivider.train.build import build, resolved
 from redivider.train.engine import PipelineEngine
-from redivider.train.errors import TrainError
+from redivider.train.errors import SharedError
 from redivider.train.log import Log
 from redivider.train.loop import Result, Stopped, train
 from redivider.train.machine import report_out_of_memory, using_threads
-from redivider.train.processes import report_once
 from redivider.train.progress import tell
 from redivider.train.recipe import Recipe
 from redivider.train.report import write_report
@@ -53,11 +52,9 @@ def compare(
         The folder, and the rows of the table.
     """
     if num_processes() > 1:
-        raise report_once(
-            TrainError(
-                "a comparison runs in one process; train by one method under torchrun, such as "
-                "--method petra"
-            )
+        raise SharedError(
+            "a comparison runs in one process; train by one method under torchrun, such as "
+            "--method petra"
         )
     recipe = resolved(recipe)
     runs = variants(recipe)

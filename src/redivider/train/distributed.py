@@ -44,9 +44,11 @@ class DistributedEngine(PipelineEngine):
         num = dist.get_world_size()
         if num % recipe.replicas:
             raise ValueError(f"{num} processes cannot be {recipe.replicas} replicas of a pipeline")
-        shape, names = (recipe.replicas, num // recipe.replicas), ("data", "stage")
+        places = num // recipe.replicas
+        shape, names = (recipe.replicas, places), ("data", "stage")
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if recipe.replicas > 1 else None
-        if self.task.body is not self.task.model and dist.get_rank() in _last_ranks(*shape):
+        is_last = dist.get_rank() % places == places - 1
+        if is_last and self.task.body is not self.task.model:
             head = dict(list(self.task.model.named_children())[-1:])  # which is part of the loss
             materialise(head, seed=recipe.seed, device=self.device)
         return DistributedPipeline(
@@ -97,7 +99,3 @@ class DistributedEngine(PipelineEngine):
             name, head = list(self.task.model.named_children())[-1]
             weights |= {f"{name}.{key}": value for key, value in head.state_dict().items()}
         return weights
-
-
-def _last_ranks(num_columns: int, num_places: int) -> list[int]:
-    return [(column + 1) * num_places - 1 for column in range(num_columns)]

@@ -18,7 +18,7 @@ from redivider.pipeline.checkpoint.files import StateError
 from redivider.pipeline.diagnostics.memory import Holding, holdings
 from redivider.pipeline.diagnostics.timeline import Spans, measured_spans
 from redivider.pipeline.pipeline import Pipeline
-from redivider.train.errors import TrainError
+from redivider.train.errors import TrainError, first_mismatch
 from redivider.train.optim import make_optimizer
 from redivider.train.processes import Processes
 from redivider.train.recipe import Recipe
@@ -180,8 +180,7 @@ class BackpropEngine(Engine):
         try:
             self.task.model.load_state_dict(state["model"])
         except RuntimeError as error:
-            first = str(error).split("\n")[1:2]  # torch lists all mismatches below a title
-            raise StateError("".join(first).strip() or str(error)) from error
+            raise StateError(first_mismatch(error)) from error
         self._optimizer.load_state_dict(state["optimizer"])
         self._num_updates = state["num_updates"]
         torch.set_rng_state(state["random"].cpu())

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class Log:
         self._folder = folder
         self._resume_step = -1 if resume_step is None else resume_step
         if self._path.exists():
-            self._keep(lambda row: int(row.get("step", 0)) <= self._resume_step)
+            self._truncate()
         with writing(folder):
             self._file = self._path.open("a")
         self._board: Any = None
@@ -58,14 +58,14 @@ class Log:
             self._board = _make_board(self._path.parent / "tensorboard", self._resume_step + 1)
         return self._board
 
-    def _keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Rewrite the file with the lines whose rows are `wanted`."""
+    def _truncate(self) -> None:
+        """Rewrite the file without the lines of steps after the one to resume from."""
         lines = []
         for line in self._path.read_bytes().decode(errors="replace").split("\n"):
             row = parse_row(line)
             if row is None:
                 break  # the end, or an incomplete last line of a killed run
-            if wanted(row):
+            if int(row.get("step", 0)) <= self._resume_step:
                 lines.append(line)
         write_whole(self._path, "".join(f"{line}\n" for line in lines))
 

@@ -1,6 +1,5 @@
 """Training loop: any method and any model, with logs, exact stops and exact resumption."""
 
-import os
 import platform
 import time
 from contextlib import nullcontext
@@ -16,12 +15,13 @@ import redivider
 from redivider.coupling import Coupling
 from redivider.data import DataError
 from redivider.errors import Agreed
+from redivider.files import atomic_write
 from redivider.pipeline.checkpoint.files import StateError, write_tensors
 from redivider.train.build import ROUNDING, build, num_microbatches, resolved
 from redivider.train.checkpoint import Checkpoints
 from redivider.train.clock import Clock
 from redivider.train.engine import Engine, Metrics, PipelineEngine
-from redivider.train.errors import TrainError, check_installed
+from redivider.train.errors import SharedError, TrainError, check_installed
 from redivider.train.log import Log, NoLog
 from redivider.train.machine import (
     device_name,
@@ -30,7 +30,6 @@ from redivider.train.machine import (
     report_out_of_memory,
     using_threads,
 )
-from redivider.train.processes import report_once
 from redivider.train.progress import Progress
 from redivider.train.recipe import Recipe
 from redivider.train.recipe_warnings import find_warnings
@@ -112,7 +111,8 @@ def _read_result(folder: Path) -> Result | None:
     rows = read_run(folder).end if has_log else []
     if not rows:
         return None
-    score = Score(_number(rows[-1]["loss"]), rows[-1]["accuracy"])
+    loss = rows[-1]["loss"]  # null for NaN, which JSON does not have
+    score = Score(nan if loss is None else loss, rows[-1]["accuracy"])
     return Result(folder, score, rows[-1]["seconds"])
 
 
@@ -249,7 +249,7 @@ class Training:
 
     def _save_and_stop(self) -> None:
         if not all(bool(metrics.loss.isfinite()) for metrics in self._metrics):
-            raise FloatingPointError("the loss is not a number; nothing was saved after that")
+            raise FloatingPointError("the loss is NaN or infinite; nothing was saved after that")
         self._write_quality()
         self._save()
         raise Stopped(f"stopped after {self._step} micro-batches and saved", self._folder)
@@ -269,7 +269,7 @@ class Training:
             return nan, None  # the pipeline is filling
         loss = float(torch.stack([metrics.loss for metrics in self._metrics]).double().mean())
         if not isfinite(loss):
-            raise FloatingPointError(f"the loss is not a number before micro-batch {self._step}")
+            raise FloatingPointError(f"the loss is NaN or infinite before micro-batch {self._step}")
         correct = [metrics.correct for metrics in self._metrics if metrics.correct is not None]
         num = len(correct) * self._recipe.microbatch
         self._metrics = []
@@ -392,7 +392,7 @@ class Training:
         try:
             self._engine.load_state_dict(state["engine"])
         except StateError as error:
-            raise report_once(TrainError(f"the checkpoint does not fit: {error}")) from error
+            raise SharedError(f"the checkpoint does not fit: {error}") from error
         self._step = state["step"]
         device = self._engine.device
         self._metrics = [
@@ -409,13 +409,7 @@ class Training:
     def _write_weights(self) -> None:
         """Write the trained weights as safetensors, under the names of the model."""
         # All processes take part in collecting the weights, and one writes them.
-        new, weights = self._folder / ".model.safetensors.new", self._engine.weights()
+        weights = self._engine.weights()
         if self._processes.is_writer:
-            with writing(self._folder):
+            with writing(self._folder), atomic_write(self._folder / WEIGHTS) as new:
                 write_tensors(new, weights)
-                os.replace(new, self._folder / WEIGHTS)
-
-
-def _number(value: float | None) -> float:
-    """Return NaN for None: JSON has no NaN."""
-    return nan if value is None else value

@@ -62,10 +62,10 @@ def resolve_device(name: str) -> torch.device:
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError
     except RuntimeError:
-        raise TrainError(f"there is no device {name!r}; take auto, cpu, cuda or cuda:1") from None
+        raise TrainError(f"there is no device {name!r}; choose auto, cpu, cuda or cuda:1") from None
     if device.type == "cuda" and not (device.index or 0) < torch.cuda.device_count():
         num = torch.cuda.device_count()
-        raise TrainError(f"{name} was asked for, and {num or 'no'} GPU is there; take --device cpu")
+        raise TrainError(f"{name} is not available: found {num} GPUs; use --device cpu")
     return device
 
 

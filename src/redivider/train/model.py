@@ -11,7 +11,7 @@ from redivider.chain import Chain
 from redivider.errors import require
 from redivider.models.catalogue import resolve
 from redivider.train.build import build
-from redivider.train.errors import TrainError
+from redivider.train.errors import TrainError, first_mismatch
 from redivider.train.machine import report_out_of_memory, resolve_device, using_threads
 from redivider.train.recipe import SHAPE, Recipe, read_recipe
 from redivider.train.runs import RECIPE, WEIGHTS, find_runs, parse_row
@@ -158,7 +158,7 @@ def _read(folder: Path) -> tuple[Recipe, dict[str, Tensor]]:
     inside = find_runs(folder)
     if inside != [folder]:
         names = ", ".join(map(str, inside))
-        raise TrainError(f"{folder} is a folder of runs; take one of them: {names}")
+        raise TrainError(f"{folder} is a folder of runs; choose one of them: {names}")
     if not (folder / WEIGHTS).exists():
         raise TrainError(
             f"{folder} has no {WEIGHTS}, since the run has not ended; "
@@ -183,7 +183,6 @@ def _load_weights(model: Chain, weights: dict[str, Tensor], folder: Path) -> Non
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        first = "".join(str(error).split("\n")[1:2]).strip()  # torch lists all below a title
         raise TrainError(
-            f"the weights in {folder} do not fit the model of its {RECIPE}: {first}"
+            f"the weights in {folder} do not fit the model of its {RECIPE}: {first_mismatch(error)}"
         ) from error

@@ -37,7 +37,7 @@ def override(recipe: Recipe, arguments: Sequence[str]) -> Recipe:
                 default=replace(recipe, model_options={}) if adds_options else recipe,
                 args=words,
                 prog=f"redivider train {recipe.name}",
-                description="Fields of the recipe, with their values now.",
+                description="Fields of the recipe, with their current values.",
             )
         if adds_options:
             options = {**recipe.model_options, **changed.model_options}

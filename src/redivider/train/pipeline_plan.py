@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from redivider.checks.report import format_table
+from redivider.errors import no_such
 from redivider.models.catalogue import list_models
 from redivider.models.summary import summarise_units
 from redivider.pipeline.diagnostics.timeline import draw_spans
@@ -25,7 +26,8 @@ class PipelinePlan:
     @property
     def chosen(self) -> Choice:
         """The fastest of our methods."""
-        return max((self.choices[name] for name in OURS if name in self.choices), key=_rank)
+        ours = [self.choices[name] for name in OURS if name in self.choices]
+        return max(ours, key=lambda choice: choice.rank)
 
     @property
     def table(self) -> str:
@@ -73,10 +75,6 @@ class PipelinePlan:
         ]
 
 
-def _rank(choice: Choice) -> tuple[float, ...]:
-    return choice.rank
-
-
 def plan_pipeline(
     model: str, cluster: Cluster, *, samples: int, max_late: float, flops: float
 ) -> PipelinePlan:
@@ -89,8 +87,9 @@ def plan_pipeline(
         max_late: Updates by which a gradient may be late.
         flops: FLOPs per second that a device reaches.
     """
-    if model not in list_models():
-        raise TrainError(f"there is no model {model!r}; `redivider models` lists them")
+    names = list_models()
+    if model not in names:
+        raise TrainError(no_such("model", model, names, "`redivider models` lists all"))
     units = summarise_units(model)
     costs = UnitCosts(
         seconds=tuple(unit.flops / flops for unit in units),

@@ -4,7 +4,6 @@ All of them run the same loop. One of them, which has the losses, writes the log
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ import torch
 
 from redivider.pipeline.checkpoint.files import Alone, Writers
 from redivider.pipeline.runners.topology import Team
-from redivider.train.errors import TrainError
 
 SECONDS = 1.0  # between two collectives that ask all processes whether to stop
 
@@ -103,9 +101,3 @@ class Ranks(Processes):
         with self._team.guarding():
             yield
         self._team.watch.close()
-
-
-def report_once(error: TrainError) -> TrainError:
-    """Mark an error that all processes raise, so that only rank 0 prints it."""
-    error.is_first = os.environ.get("RANK", "0") == "0"
-    return error

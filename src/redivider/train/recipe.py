@@ -155,9 +155,9 @@ class Recipe:
                     continue
                 bound = f"above {low:g}" if is_open else f"{low:g} or more"
                 raise TrainError(f"{name} must be {bound} and at most {high:g}, got {value!r}")
-        self._verify_words()
+        self._verify_fields()
 
-    def _verify_words(self) -> None:
+    def _verify_fields(self) -> None:
         if not re.fullmatch(r"[\w+-][\w .+-]*", self.name):
             raise TrainError(f"name must be words, as of a folder, got {self.name!r}")
         reserved = _NOT_OPTIONS if self.data == "imagenet" else {*_NOT_OPTIONS, "image_size"}
@@ -168,7 +168,7 @@ class Recipe:
         if self.memory is not None:
             if self.is_pipeline:
                 raise TrainError(
-                    f"memory is for backprop, not for {self.method}: take --method reverse as well"
+                    f"memory is for backprop, not for {self.method}: use --method reverse as well"
                 )
             try:
                 parse_bytes(self.memory)
@@ -237,7 +237,7 @@ def read_recipe(path: Path) -> Recipe:
             )
     missing = [name for name in ("name", "model", "data") if name not in values]
     if missing:
-        raise TrainError(f"{path} says no {' and no '.join(missing)}")
+        raise TrainError(f"{path} has no {' and no '.join(missing)}")
     try:
         return Recipe(**values)
     except TrainError as error:

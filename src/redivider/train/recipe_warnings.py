@@ -28,7 +28,7 @@ def find_warnings(
     if by_method and recipe.method in ("reverse", "overlap", "auto"):
         warnings.append(
             f"{recipe.model} has no couplings to reverse, so that {recipe.method} keeps what store "
-            "does: take a model of rev_* or revnet*, or --method checkpoint"
+            "does: use a model of rev_* or revnet*, or --method checkpoint"
         )
     num_cores = os.cpu_count() or 1
     if recipe.threads > num_cores:
@@ -49,7 +49,7 @@ def find_warnings(
     if num_late > 1 and recipe.optimizer == "adamw":
         warnings.append(
             f"the first stage's gradients are {num_late:.3g} updates late, and AdamW learns badly "
-            "from more than one: take --optimizer muon, or set --stages lower, or --microbatch "
+            "from more than one: use --optimizer muon, or set --stages lower, or --microbatch "
             "lower and --accumulate higher"
         )
     return warnings

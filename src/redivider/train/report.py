@@ -26,8 +26,12 @@ _CURVES = (
     ("Evaluation loss", "evaluate", "loss", "loss"),
 )
 _FACTS = {
-    **{"date": "", "machine": "", "device": "on ", "version": "redivider "},
-    **{"torch": "torch ", "python": "Python "},
+    "date": "",
+    "machine": "",
+    "device": "on ",
+    "version": "redivider ",
+    "torch": "torch ",
+    "python": "Python ",
 }
 _HELD = {"activations": "activations", "weights": "copies of weights"}
 _QUALITIES = {
@@ -203,7 +207,7 @@ class _Page:
         for i, run in self._runs:
             row = (run.start or [{}])[-1]
             start = {key: value for key, value in row.items() if key != "kind"}
-            facts = _facts(run.recipe) + (_facts(start) if start else "")
+            facts = _definitions(run.recipe) + (_definitions(start) if start else "")
             summary = f"<summary>{_swatch(i)}{escape(self._labels[i])}</summary>"
             parts.append(f"<details>{summary}{facts}</details>")
         return "<h2>Recipes</h2>\n" + "\n".join(parts) if parts else ""
@@ -301,8 +305,7 @@ def _section(title: str, figures: Sequence[str], note: str = "") -> str:
         return ""
     intro = f"<p>{_NOTES[note]}</p>\n" if note else ""
     body = "\n".join(figures)
-    body = f'<div class="plots {note}">{body}</div>'
-    return f"<section><h2>{title}</h2>\n{intro}{body}</section>"
+    return f'<section><h2>{title}</h2>\n{intro}<div class="plots {note}">{body}</div></section>'
 
 
 def _swatch(run: int) -> str:
@@ -310,7 +313,8 @@ def _swatch(run: int) -> str:
     return f'<i style="border-top-style:{dash};border-top-color:{colour}"></i>'
 
 
-def _facts(fields: Row) -> str:
+def _definitions(fields: Row) -> str:
+    """Return fields and their values as an HTML list of definitions."""
     rows = "\n".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(_text(value))}</dd></div>"
         for name, value in fields.items()

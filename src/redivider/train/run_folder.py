@@ -2,11 +2,11 @@
 
 import errno
 import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from redivider.files import atomic_write
 from redivider.train.errors import TrainError
 
 LOCK = ".lock"
@@ -29,7 +29,7 @@ def claim(folder: Path, *, numbered: bool) -> Path:
                     return path
                 if not numbered:
                     raise TrainError(
-                        f"{folder} is there already; take another folder, or go on with a run by "
+                        f"{folder} exists; choose another folder, or resume its run with "
                         "--resume (in Python resume=True)"
                     ) from None
                 path, number = folder.with_name(f"{folder.name}-{number}"), number + 1
@@ -49,15 +49,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a temporary file beside `path` and move it there, so that no reader sees a part."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")  # other processes may write it, too
-    with writing(path.parent):
-        try:
-            new.write_text(text, encoding="utf-8")
-            os.replace(new, path)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
+    """Write a text file, so that no reader sees a part of it."""
+    with writing(path.parent), atomic_write(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -67,7 +61,7 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         may_be_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
-        remedy = "make room there, or take another folder" if may_be_full else "take another folder"
+        room = "make room there, or " if may_be_full else ""
         raise TrainError(
-            f"cannot write to {folder} ({error.strerror or error}); {remedy}"
+            f"cannot write to {folder} ({error.strerror or error}); {room}choose another folder"
         ) from error

@@ -122,7 +122,7 @@ def _rows(path: Path) -> Iterator[Row]:
         if row is not None:
             yield row
         elif number < len(lines):
-            raise TrainError(f"{path}: line {number} is no JSON object; mend or delete the line")
+            raise TrainError(f"{path}: line {number} is no JSON object; repair or delete it")
 
 
 def parse_row(text: bytes | str) -> Row | None:

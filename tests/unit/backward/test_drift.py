@@ -158,7 +158,7 @@ class MLP16(MLP):
 
 def test_check_reversible_reports_drift_by_unit():
     report = rd.check_reversible(chain(MLP16, 6, torch.float32), torch.randn(8, 16))
-    assert list(report.each) == [f"unit {i}, Coupling(MLP16)" for i in range(6, 0, -1)]
+    assert list(report.errors) == [f"unit {i}, Coupling(MLP16)" for i in range(6, 0, -1)]
     assert 0 < report.worst < 1e-6
     assert "unit 1, Coupling(MLP16)" in str(report) and "and 1 more" in str(report)
     with pytest.raises(ValueError, match=r"unit 3, Coupling\(Loud\).*recovered with a relative"):

@@ -19,7 +19,7 @@ def test_check_gradients_passes_what_is_right(backward):
     chain = vector_chain(lambda w: MLP(w, dropout=0.5), 5, backward=backward).double()
     x = torch.randn(5, 6).double().requires_grad_()
     report = rd.check_gradients(chain, x)
-    assert set(report.each) == {"input 0", *(name for name, _ in chain.named_parameters())}
+    assert set(report.errors) == {"input 0", *(name for name, _ in chain.named_parameters())}
     assert report.worst <= 1e-12
     assert (report.worst == 0) == (backward == "store")
     assert chain.backward == backward
@@ -48,7 +48,7 @@ def test_check_gradients_takes_keywords_and_pairs():
     streams = tuple(torch.randn(2, 4, 8).double().requires_grad_() for _ in range(2))
     mask = torch.zeros(4, 4).double().requires_grad_()
     report = rd.check_gradients(chain, streams, mask=mask)
-    assert {"input 0", "input 1", "input 2"} < set(report.each)
+    assert {"input 0", "input 1", "input 2"} < set(report.errors)
 
 
 class Moody(nn.Module):
@@ -220,7 +220,7 @@ def test_checkers_compute_gradients_also_where_the_caller_wants_none():
     memory = rd.measure_memory(chain, x)
     assert plain.worst > 0
     with torch.no_grad():
-        assert rd.check_gradients(chain, x).each == plain.each
+        assert rd.check_gradients(chain, x).errors == plain.errors
         assert rd.measure_memory(chain, x) == memory
     chain.requires_grad_(False)
     x.requires_grad_()

@@ -46,13 +46,13 @@ def test_every_model_builds_without_memory(name):
         ("vit_small", {"imagesize": 32}, r"no option 'imagesize'; did you mean 'image_size'\?"),
         ("revnet18", {"qqq": 1}, r"no option 'qqq'; it has num_classes, image_size, .*"),
         ("vit_small", {"image_size": 30}, "30 is not divisible by patch_size 16"),
-        ("rev_vit_small", {"width": 33}, "width 33 cannot be shared out among 6 heads"),
-        ("gpt_nano", {"heads": 5}, "width 384 cannot be shared out among 5 heads"),
+        ("rev_vit_small", {"width": 33}, "width 33 cannot be divided among 6 heads"),
+        ("gpt_nano", {"heads": 5}, "width 384 cannot be divided among 5 heads"),
         ("gpt_nano", {"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
         ("gpt_nano", {"vocabulary": 0}, "vocabulary must be a whole number, 1 or more, got 0"),
         ("gpt_nano", {"drop_path": "0.1"}, "drop_path must be a number in .* got '0.1'"),
         ("llama_1b", {"kv_heads": 5}, "32 heads cannot share 5 heads of keys and values"),
-        ("llama_1b", {"width": 96}, "pairs, and heads of 3 .* make width 96 a multiple of 64"),
+        ("llama_1b", {"width": 96}, "head width 3 is odd.* make width 96 a multiple of 64"),
         ("llama_1b", {"rope_factor": 0.5}, "rope_factor must be a number, 1 or more, got 0.5"),
         ("llama_1b", {"rope_theta": "1e4"}, "rope_theta must be a number, .* got '1e4'"),
         ("gpt_nano", {"tied": "no"}, "tied must be True or False, got 'no'"),
@@ -79,7 +79,7 @@ def test_inputs_that_do_not_fit_say_so():
         vit(torch.randn(2, 3, 16, 16))
     for name in ("gpt_nano", "llama_tiny"):
         model = rd.create_model(name, **{**TEXT, "depth": 1})
-        with pytest.raises(ValueError, match="17 tokens are more than the 16"):
+        with pytest.raises(ValueError, match="17 tokens exceed the limit of 16"):
             model(torch.zeros(1, 17, dtype=torch.long))
         with pytest.raises(ValueError, match=r"must have shape \(batch, tokens\), got 1 dim"):
             model(torch.zeros(8, dtype=torch.long))

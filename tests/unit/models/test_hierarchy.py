@@ -272,7 +272,7 @@ def test_rev_mvit_reverses_where_several_layers_follow_each_other():
     longest = max(len(units) for in_row, units in models[1].segments() if in_row)
     assert longest == 8
     report = rd.check_reversible(models[1], x, tolerance=1e-12)
-    assert len(report.each) == 6 + 8
+    assert len(report.errors) == 6 + 8
 
 
 def test_pooled_attention_of_a_token_alone_is_not_pooled():
@@ -298,7 +298,7 @@ def test_pooled_attention_of_a_token_alone_is_not_pooled():
             "200 is not divisible by 32: patches of 4, halved 3 times; change",
         ),
         ("rev_swin_tiny", {"window": 5}, "windows of 5 do not cover the 56 x 56 tokens of stage 1"),
-        ("swin_tiny", {"heads": 5}, "width 96 cannot be shared out among 5 heads"),
+        ("swin_tiny", {"heads": 5}, "width 96 cannot be divided among 5 heads"),
         ("swin_tiny", {"depths": ()}, r"depths must be a tuple, 1 or more blocks for each stage"),
         ("swin_tiny", {"window": 0}, "window must be a whole number, 1 or more, got 0"),
         ("mvit_base", {"image_size": 100}, "image_size 100 is not divisible by 32"),

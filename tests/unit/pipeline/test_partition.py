@@ -53,6 +53,18 @@ def test_a_number_of_stages_is_balanced_by_units_or_by_work():
     assert count_costs(model, "work", torch.randn(2, 4))[3] == 2 * 2 * 64 * 64
 
 
+def test_work_is_the_same_on_meta_and_on_the_cpu():
+    """Processes cut on meta, one process on its device; torch omits the CPU's attention."""
+    options: dict[str, Any] = {"num_classes": 10, "image_size": 32}
+    costs, cuts = [], []
+    for device in ("cpu", "meta"):
+        model = rd.create_model("rev_vit_tiny", device=device, **options)
+        x = torch.randn(2, 3, 32, 32, device=device)
+        costs.append(count_costs(model, "work", x))
+        cuts.append(rd.balance(model, 5, example=x))
+    assert costs[0] == costs[1] and cuts[0] == cuts[1]
+
+
 def test_counting_work_leaves_the_model_as_it_was():
     model = rd.Chain(
         [

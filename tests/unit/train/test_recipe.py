@@ -57,7 +57,7 @@ def test_every_row_of_table_2_is_there():
         ({"latency": 0}, "latency must be 0.5 or more"),
         ({"compile": "yes"}, "compile must be bool"),
         ({"memory": "much"}, "memory is a number of bytes"),
-        ({"memory": "6GiB", "method": "petra"}, "take --method reverse"),
+        ({"memory": "6GiB", "method": "petra"}, "use --method reverse"),
     ],
 )
 def test_wrong_values_are_refused(wrong, said):
@@ -73,7 +73,7 @@ def test_files_that_hold_no_recipe(tmp_path):
         ("{", "is not JSON"),
         ("[1]", "must hold an object"),
         (json.dumps({**good, "epoch": 3}), "no field 'epoch'; did you mean 'epochs'?"),
-        (json.dumps({"name": "x", "data": "digits"}), "says no model"),
+        (json.dumps({"name": "x", "data": "digits"}), "has no model"),
         (json.dumps({**good, "epochs": "x"}), "epochs must be float, got 'x'"),
     ):
         path.write_text(text)

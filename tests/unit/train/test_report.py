@@ -282,7 +282,7 @@ def test_a_broken_line_elsewhere(broken, tmp_path):
     log = folder / "log.jsonl"
     lines = log.read_text().splitlines()
     log.write_text("\n".join([*lines[:2], broken, *lines[2:]]))
-    with pytest.raises(ValueError, match=r"log\.jsonl: line 3 .*mend or delete") as caught:
+    with pytest.raises(ValueError, match=r"log\.jsonl: line 3 .*repair or delete") as caught:
         write_report([folder], tmp_path / "report.html")
     assert str(log) in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "report.html").exists()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from redivider.errors import did_you_mean
+from redivider.errors import no_such
 from redivider.train.errors import TrainError
 from redivider.train.recipe import Recipe
 from redivider.train.recipes import best, petra, quickstart, transformers
@@ -19,6 +19,5 @@ RECIPES = {factory().name: factory for factory in _FACTORIES}
 def get_recipe(name: str) -> Recipe:
     """Return the recipe of a name."""
     if name not in RECIPES:
-        otherwise = "`redivider recipes` lists all"
-        raise TrainError(f"there is no recipe {name!r}; {did_you_mean(name, RECIPES, otherwise)}")
+        raise TrainError(no_such("recipe", name, RECIPES, "`redivider recipes` lists all"))
     return RECIPES[name]()

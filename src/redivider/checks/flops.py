@@ -1,0 +1,15 @@
+"""Counter of FLOPs."""
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+
+def counting_flops() -> FlopCounterMode:
+    """Return a counter of FLOPs that knows the CPU's kernels of attention, as torch's does not."""
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    formulas = {
+        forward: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),  # type: ignore[no-untyped-call]
+        backward: lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4]),  # type: ignore[no-untyped-call]
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
