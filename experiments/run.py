@@ -46,7 +46,7 @@ def _run(words: list[str]) -> int:
     try:
         print(reproduce(claim, folder, only=args.only, seeds=args.seeds, fields=fields))
     except Stopped as stopped:
-        print(f"redivider: {stopped}; go on with the same command", file=sys.stderr)
+        print(f"redivider: {stopped}; resume with the same command", file=sys.stderr)
         return 130
     print(f"\n{shlex.quote(str(folder / RESULTS))}")
     return 0

@@ -83,7 +83,7 @@ def read_row(folder: Path) -> dict[str, Any]:
     epochs, seconds = numbers(run.evaluate, "epoch"), numbers(run.evaluate, "seconds")
     finite, held = [score for score in scores if isfinite(score)], run.held("activations")
     if not finite or end[metric] is None:
-        return {**_settings(folder), "failed": f"the {metric} is not a number"}
+        return {**_settings(folder), "failed": f"the {metric} is NaN or infinite"}
     curve = [
         [round(epoch, 3), round(second, 2), round(score, 5)]
         for epoch, second, score in zip(epochs, seconds, scores, strict=True)

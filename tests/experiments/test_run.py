@@ -112,7 +112,7 @@ def test_a_stopped_one_says_how_to_go_on(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("trainings.train", stop)
     assert main(f"latency --out {tmp_path}".split()) == 130
-    assert "and saved; go on with the same command" in capsys.readouterr().err
+    assert "and saved; resume with the same command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("only", [(), ("rev_vit_small",)])

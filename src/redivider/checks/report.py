@@ -24,6 +24,11 @@ class Errors:
         """The largest error."""
         return max(self.errors.values(), default=0.0)
 
+    @property
+    def each(self) -> dict[str, float]:
+        """Former name of `errors`."""
+        return self.errors
+
     def __str__(self) -> str:
         """Format the five largest errors as a table, and all notes."""
         largest = sorted(self.errors.items(), key=lambda item: -item[1])[:5]

@@ -20,6 +20,7 @@ def test_check_gradients_passes_what_is_right(backward):
     x = torch.randn(5, 6).double().requires_grad_()
     report = rd.check_gradients(chain, x)
     assert set(report.errors) == {"input 0", *(name for name, _ in chain.named_parameters())}
+    assert report.each is report.errors  # its former name
     assert report.worst <= 1e-12
     assert (report.worst == 0) == (backward == "store")
     assert chain.backward == backward
