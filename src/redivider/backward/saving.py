@@ -215,10 +215,10 @@ class _Recorder(_Counting):  # type: ignore[no-untyped-call]
             if not torch.equal(state, before[device])
         }
         entering = {storage._cdata for storage in _storages((args, kwargs))}
-        made = [storage for storage in _storages(output) if storage._cdata not in entering]
-        if made:  # not a view, and not in place
+        allocated = [storage for storage in _storages(output) if storage._cdata not in entering]
+        if allocated:  # not a view, and not in place
             operation = _Operation(place, output, states)
-            for storage in made:
+            for storage in allocated:
                 self._makers[storage._cdata] = ref(storage), operation
             if place.operator.overloadpacket in FUSED_ATTENTION:
                 self.kept[place] = operation
@@ -227,9 +227,9 @@ class _Recorder(_Counting):  # type: ignore[no-untyped-call]
     def mark(self, x: Tensor) -> None:
         """Keep the output of the operation that made a tensor, if it is of this run."""
         storage = x.untyped_storage()
-        made, operation = self._makers.get(storage._cdata, (None, None))
+        known, operation = self._makers.get(storage._cdata, (None, None))
         # The address may be that of another storage, which is gone.
-        if operation is not None and made is not None and made() is storage:
+        if operation is not None and known is not None and known() is storage:
             operation.marked = x
             self.kept[operation.place] = operation
 

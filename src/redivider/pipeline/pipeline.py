@@ -177,13 +177,13 @@ class Pipeline:
         self.in_flight = InFlight(self.schedule)
         self._caller_tensors = CallerTensors()
         self.transport = self._make_transport()
-        """How messages travel: within the process, or between processes."""
+        """Transport of the messages: within the process, or between processes."""
         self._tick_transport: TickTransport = self.transport
         self._stopped: str | None = None
         self._probe: Probe | None = None
         self._tick_context: TickContext = EagerTick()
         self.execution: Execution = Eager()
-        """How ticks run: eagerly, or by graphs."""
+        """Execution of the ticks: eager, or by graphs."""
         self.observer: Callable[[Action, float], None] | None = None
         """Called after every action, with the time at which it began."""
         logger.info("%s", self)

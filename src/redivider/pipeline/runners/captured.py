@@ -387,13 +387,13 @@ class CapturedRunner(Execution):
         torch.stack(pipe.transport.norms(pipe.stages), out=self._norms)
 
     def _verify_losses(self, *, wait: bool) -> None:
-        """Raise if a loss was NaN: at once, or a few ticks later without waiting for the device."""
+        """Raise if a loss was NaN or infinite: at once, or a few ticks later without a wait."""
 
         def read(microbatch: Tensor) -> None:
             if int(microbatch) < NONE:
                 raise FloatingPointError(
-                    f"the loss of micro-batch {int(microbatch)} is not a number; this process has "
-                    "done no update with it, and none after it"
+                    f"the loss of micro-batch {int(microbatch)} is NaN or infinite; this process "
+                    "has done no update with it, and none after it"
                 )
 
         if wait:

@@ -5,9 +5,9 @@ process works, or which rank it waits for. A process that raises writes its erro
 process follows the chain of waits to the rank that is not waiting, or has no heartbeat, and reports
 it as the cause. All processes raise the first reason that was reported.
 
-The thread also notices what the main thread cannot: that the GPU waits in vain, or that a call does
-not return. After a failure it aborts the communicators, so that the main thread can raise the
-reason. If that does not help, it exits the process.
+The thread also notices what the main thread cannot: a GPU that waits for a dead peer, or a call
+that does not return. After a failure it aborts the communicators, so that the main thread can raise
+the reason. If that does not help, it exits the process.
 """
 
 import os
@@ -229,7 +229,7 @@ class _Board:
         return self._store.get(FAILURE).decode() if self._store.check([FAILURE]) else None
 
     def find_stuck(self) -> str | None:
-        """Return the cause if this process waits in vain, else None."""
+        """Return the cause if this process waits for a rank that is stuck, else None."""
         stuck = self._state.find_stuck(self._timeout)
         if stuck is None:
             return None

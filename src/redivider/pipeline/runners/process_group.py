@@ -114,14 +114,14 @@ class Communicators:
             self.cancel_exit()
 
     def exit_later(self, seconds: float) -> None:
-        """Print where Python is and exit the process after some time, unless called again.
+        """Start the exit timer anew: after some time print where Python is, and exit the process.
 
         It needs no interpreter lock, which a thread that hangs in a CUDA call may hold.
         """
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
     def cancel_exit(self) -> None:
-        """Let the process go on."""
+        """Cancel the exit timer."""
         faulthandler.cancel_dump_traceback_later()
 
 

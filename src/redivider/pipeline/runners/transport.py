@@ -48,7 +48,7 @@ class TickTransport(ABC):
 
     @property
     def sources(self) -> list[Source]:
-        """Where messages come into this process, micro-batches that enter included."""
+        """Sources of the messages that come into this process, with micro-batches that enter."""
         sources: list[Source] = [("up", self.own[0])]
         if self.own[-1] < self.in_flight.schedule.num_stages - 1:
             sources.append(("down", self.own[-1]))

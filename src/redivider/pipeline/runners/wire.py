@@ -155,7 +155,7 @@ class Outgoing:
             for i, leaf in enumerate(leaves)
         ]
         self._verify_layout(spec, leaves, packed)
-        parts = [part for some in packed if some is not None for part in some]
+        parts = [part for tensors in packed if tensors is not None for part in tensors]
         # As bytes: no backend supports all dtypes.
         flat = [_bytes_of(p if p.is_contiguous() else p.permute(order_of(p))) for p in parts]
         if _are_joined([part.nbytes for part in flat]):
@@ -217,7 +217,7 @@ class Incoming:
     rank: int
     kind: Kind
     device: torch.device
-    """Where messages are wanted."""
+    """Device on which messages are wanted."""
     number: int = 0
     """Number of this line among those of its kind from that rank."""
     _num: int = 0
