@@ -136,10 +136,8 @@ class Mail:
         if not self._team.batches:
             return
         due, arriving = self._directions(t, group, entered)
-        if directions != due:  # receives would match other messages
-            raise RuntimeError(
-                f"tick {t} sent {directions} and not {due}; this is a defect of redivider"
-            )
+        # Else receives would match other messages.
+        assert directions == due, f"tick {t} sent {directions} and not {due}"
         for direction in arriving:
             self._incoming[direction].post_next()
         self._post.exchange()

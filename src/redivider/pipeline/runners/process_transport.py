@@ -59,11 +59,6 @@ class BetweenProcesses(Transport):
         self._contexts: dict[int, tuple[dict[str, Any], Autocast]] = {}
         self._future_targets: dict[int, Any] = {}  # of micro-batches on their way to the last rank
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is noted of any micro-batch."""
-        return not self._contexts and not self._future_targets
-
     def enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> Message | None:
         team, autocast = self._team, Autocast(self._device)
         self._contexts[n] = (side, autocast)

@@ -59,11 +59,7 @@ class Transfer:
 
     def wait(self) -> None:
         """Wait for all of them."""
-        if self.is_queued:
-            raise RuntimeError(
-                f"a transfer with rank {self.rank} is waited for before it has begun; this is a "
-                "defect of redivider"
-            )
+        assert not self.is_queued, f"a transfer with rank {self.rank} has not begun"
         for work in self.works:
             self._team.wait(work, self.rank)
         # Also for the other transfers of a batch, which share the list: all waits are on the stream
