@@ -88,7 +88,7 @@ class DistributedPipeline(Pipeline):
             example = map_tensors(lambda tensor: tensor.to("meta"), example)
         with team.guarding():
             if seed is None:
-                seed = int(team.tell_all(str(torch.initial_seed()))[0])
+                seed = int(team.gather_text(str(torch.initial_seed()))[0])
             super().__init__(
                 model,
                 stages=team.num_places if stages == "auto" else stages,
@@ -100,7 +100,7 @@ class DistributedPipeline(Pipeline):
             )
             self._verify_agreement()
             for stage in self.stages:
-                team.spread([*stage.module.parameters(), *stage.module.buffers()])
+                team.broadcast_to_replicas([*stage.module.parameters(), *stage.module.buffers()])
 
     def step(self, x: Any = None, target: Any = None, /, **side: Any) -> Tick:
         """Run one tick; inputs are needed on the first rank, targets on the last one.
@@ -247,7 +247,7 @@ class DistributedPipeline(Pipeline):
             "lr_by_delay": self._lr_by_delay,
             "share_loss": self._share_loss,
         }
-        settings = [json.loads(text) for text in self._team.tell_all(json.dumps(mine))]
+        settings = [json.loads(text) for text in self._team.gather_text(json.dumps(mine))]
         for key, value in settings[0].items():
             for rank, other in zip(self._team.everyone, settings, strict=True):
                 if other[key] != value:

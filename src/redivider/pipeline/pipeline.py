@@ -162,7 +162,7 @@ class Pipeline:
         self._ends_here = self._own[-1] == len(self.cut) - 1
         if self._ends_here:
             verify_hooks("the loss", self._loss.module)
-            self._loss.hang_in(self.stages[-1])
+            self._loss.attach_to(self.stages[-1])
         for stage in self.stages:
             stage.module.zero_grad()  # gradients of the caller would count as a backward pass
             if any(param.requires_grad for param in stage.module.parameters()):

@@ -142,16 +142,16 @@ def test_a_transfer_that_ends_while_others_are_asked_is_no_failure(monkeypatch):
     for module in (heartbeat, pending):
         monkeypatch.setattr(module, "BEAT", 0.02)
     looked, end = [], Mark()
-    look_around = heartbeat._Board._look_around
+    find_silent_ranks = heartbeat._Board._find_silent_ranks
 
     def look(board):
-        others = look_around(board)
+        others = find_silent_ranks(board)
         looked.append(True)
         end.is_passed = True
         ours._state.pending.examine()
         return others
 
-    monkeypatch.setattr(heartbeat._Board, "_look_around", look)
+    monkeypatch.setattr(heartbeat._Board, "_find_silent_ranks", look)
     store = dist.PrefixStore("run", dist.HashStore())
     ours = Watch(store, 0, [0], 0.1, make_communicators())
     ours.follow(transfer(end=end))

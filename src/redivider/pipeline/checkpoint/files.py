@@ -43,8 +43,8 @@ class Writers(Protocol):
 
     is_first: bool
 
-    def tell_all(self, text: str) -> list[str]:
-        """Send a text to all processes; return the texts of all, in the order of ranks."""
+    def gather_text(self, text: str) -> list[str]:
+        """Return the texts of all processes, in the order of ranks."""
 
     def note_agreed(self, error: Exception) -> None:
         """Note an error that all processes raise alike, and after which they may continue."""
@@ -55,7 +55,7 @@ class Alone:
 
     is_first = True
 
-    def tell_all(self, text: str) -> list[str]:
+    def gather_text(self, text: str) -> list[str]:
         return [text]
 
     def note_agreed(self, error: Exception) -> None:
@@ -92,7 +92,7 @@ def all_or_none(writers: Writers, action: Callable[[], Any]) -> list[Any]:
         text = json.dumps(["done", action()])
     except (OSError, StateError) as raised:
         error, text = raised, json.dumps([type(raised).__name__, str(raised)])
-    outcomes = [json.loads(outcome) for outcome in writers.tell_all(text)]
+    outcomes = [json.loads(outcome) for outcome in writers.gather_text(text)]
     for rank, (kind, result) in enumerate(outcomes):
         if kind != "done" and error is None:
             error = (StateError if kind == "StateError" else OSError)(f"rank {rank}: {result}")

@@ -227,7 +227,7 @@ class CapturedRunner(Execution):
         """Cast weights again that a caller has changed since the last update."""
         for _, unit in self._units():
             for casts in unit.weights.casts.values():
-                casts.follow()
+                casts.refresh_if_stale()
 
     def _record(self, inputs: Any) -> None:
         pipe = self._pipe
@@ -437,7 +437,7 @@ class CapturedRunner(Execution):
             for unit, in_flight in kept:
                 unit.kept, unit.ring = in_flight, None
                 for casts in unit.weights.casts.values():
-                    casts.distrust()  # the recorded update has noted a cast that did not run
+                    casts.invalidate()  # the recorded update has noted a cast that did not run
 
     def _oldest(self, entering: int) -> int:
         """Return the micro-batch whose backward the first stage runs when `entering` enters."""

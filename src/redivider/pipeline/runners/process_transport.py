@@ -177,7 +177,7 @@ class BetweenProcesses(Transport):
         loss = torch.zeros((), dtype=torch.float64, device=self._team.device)
         if tick.loss is not None:
             loss.copy_(tick.loss.detach())
-        self._team.spread_in_column(loss, self._team.num_places - 1)
+        self._team.broadcast_in_column(loss, self._team.num_places - 1)
         if tick.loss is not None:
             return tick
         return Tick(self.in_flight.first + local, loss.to(self._device))

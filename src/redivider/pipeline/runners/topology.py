@@ -1,8 +1,10 @@
 """Processes of a pipeline: which ranks form a replica, and how they wait for each other.
 
-            stage 0  1  2  3
-    data 0  rank  0  1  2  3     messages travel along a row,
-    data 1  rank  4  5  6  7     gradients are averaged down a column of this table
+              column 0   column 1
+    stage 0   rank 0     rank 4       a column is a replica: messages travel up and down a column,
+    stage 1   rank 1     rank 5       gradients are averaged along a row
+    stage 2   rank 2     rank 6
+    stage 3   rank 3     rank 7
 
 Every wait ends after `timeout` seconds, with an error that names a rank. With NCCL the GPU waits
 and the host runs ahead. Where the host needs a result it polls, because it could not leave a
@@ -13,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,7 +39,7 @@ class Team:
     """Position of this process among the others, and its waits and collectives.
 
     Args:
-        mesh: Data x stage, or stages alone; None for all ranks in one column.
+        mesh: Data (columns) x stage, or stages alone; None for all ranks in one column.
         device: Where the model is.
         timeout: Seconds to wait for another process.
     """
@@ -46,22 +48,23 @@ class Team:
         global _num_teams
         join(device, timeout)
         num = dist.get_world_size()
-        table = torch.arange(num) if mesh is None else mesh.mesh
-        table = table if table.ndim > 1 else table[None]
+        columns = torch.arange(num) if mesh is None else mesh.mesh
+        columns = columns if columns.ndim > 1 else columns[None]
         if mesh is not None and mesh.mesh_dim_names not in (("data", "stage"), ("stage",)):
             raise ValueError(
                 'the mesh must have the dimensions ("data", "stage") or ("stage",), got '
                 f"{mesh.mesh_dim_names} of {tuple(mesh.mesh.shape)}"
             )
-        if sorted(table.flatten().tolist()) != list(range(num)):
+        if sorted(columns.flatten().tolist()) != list(range(num)):
             raise ValueError(
-                f"the mesh must hold every rank once, got {table.tolist()} of {num} ranks"
+                f"the mesh must hold every rank once, got {columns.tolist()} of {num} ranks"
             )
         self.rank = dist.get_rank()
-        self.column, self.place = (int(index) for index in (table == self.rank).nonzero()[0])
-        self.ranks = [int(rank) for rank in table[self.column]]
-        self.num_columns, self.num_places = len(table), len(self.ranks)
-        self.everyone = [int(rank) for rank in table.flatten()]
+        self.column, self.place = (int(index) for index in (columns == self.rank).nonzero()[0])
+        self.ranks = [int(rank) for rank in columns[self.column]]
+        """Ranks of this column."""
+        self.num_columns, self.num_places = len(columns), len(self.ranks)
+        self.everyone = [int(rank) for rank in columns.flatten()]
         self.is_first = self.rank == self.everyone[0]
         self.stage_group = dist.group.WORLD if mesh is None else mesh.get_group("stage")
         self.data_group = mesh.get_group("data") if mesh is not None and mesh.ndim == 2 else None
@@ -139,7 +142,7 @@ class Team:
 
     def wait(self, work: Any, rank: int | None = None) -> None:
         """Wait for a transfer with a rank, or for a collective; on a GPU, queue the wait."""
-        with self.talking(rank):
+        with self.watch.waiting_for(rank):
             if self._on_gpu:
                 work.wait()
             else:
@@ -147,7 +150,7 @@ class Team:
 
     def finish(self, work: Any, rank: int | None = None) -> None:
         """Wait on the host, and raise if the transfer has failed."""
-        with self.talking(rank):
+        with self.watch.waiting_for(rank):
             if self._on_gpu:
                 self._poll(work.is_completed)
             work.wait(timedelta(seconds=self.timeout))
@@ -177,7 +180,7 @@ class Team:
 
         A failed transfer is not passed until the watch has found the reason and aborts it.
         """
-        with self.talking(transfer.rank):
+        with self.watch.waiting_for(transfer.rank):
             # The host is ticks ahead: a long pause costs the GPU nothing, and few polls little.
             self._poll(transfer.end.has_passed, longest=1e-3)
             self.watch.verify_well()
@@ -191,21 +194,17 @@ class Team:
 
     def put_note(self, key: str, text: str) -> None:
         """Write a text to the store, for another rank."""
-        with self.talking(None):
+        with self.watch.waiting_for(None):
             self._store.set(f"note {key}", text)
 
     def take_note(self, key: str, rank: int) -> str:
         """Return the text that a rank writes under this key, and delete it; wait for it."""
         key = f"note {key}"
-        with self.talking(rank):
+        with self.watch.waiting_for(rank):
             self._poll(lambda: self._store.check([key]), longest=5e-3)
             text: str = self._store.get(key).decode()
             self._store.delete_key(key)
         return text
-
-    def talking(self, rank: int | None) -> AbstractContextManager[None]:
-        """Return a context for a call that fails if another process dies: it names that rank."""
-        return self.watch.waiting(rank)
 
     def _poll(self, is_done: Callable[[], bool], longest: float = 2e-4) -> None:
         """Poll until done, with pauses that grow up to `longest` seconds."""
@@ -221,7 +220,7 @@ class Team:
         """Create all communicators now: torch requires every rank in a group's first operation."""
         for group in groups:
             flag = torch.zeros(1, device=self.device)
-            with self.talking(None):
+            with self.watch.waiting_for(None):
                 try:
                     work = dist.all_reduce(flag, group=group, async_op=True)
                 except dist.DistBackendError as error:
@@ -244,7 +243,7 @@ class Team:
             for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast_to_replicas(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast the tensors of the first replica to the others."""
         if self.data_group is None or self.num_columns == 1:
             return
@@ -252,7 +251,7 @@ class Team:
         for tensor in tensors:
             self._broadcast(tensor, source, self.data_group)
 
-    def spread_in_column(self, tensor: Tensor, place: int) -> None:
+    def broadcast_in_column(self, tensor: Tensor, place: int) -> None:
         """Broadcast a tensor of one rank to the others of its column."""
         self._broadcast(tensor, self.ranks[place], self.stage_group)
 
@@ -285,15 +284,8 @@ class Team:
             self.wait(work, rank)
             self._follow(PendingTransfer(rank, start, self.mark()))
 
-    def tell_all(self, text: str) -> list[str]:
-        """Gather a text from all ranks, in mesh order."""
-        return self._tell(text, in_column=False)
-
-    def tell_column(self, text: str) -> list[str]:
-        """Gather a text from the ranks of this column."""
-        return self._tell(text, in_column=True)
-
-    def _tell(self, text: str, *, in_column: bool) -> list[str]:
+    def gather_text(self, text: str, *, in_column: bool = False) -> list[str]:
+        """Return the texts of all ranks, or of a column, in mesh order."""
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else None
         size = torch.tensor([0 if data is None else len(data)])
         sizes = [int(length) for length in self.gather(size, in_column=in_column)]
@@ -304,7 +296,7 @@ class Team:
         pairs = zip(rows, sizes, strict=True)
         return [bytes(row[:length].tolist()).decode() for row, length in pairs]
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         """Return the largest of all ranks' numbers."""
         numbers = self.gather(torch.tensor([number], dtype=torch.float64))
         return max(map(float, numbers))

@@ -88,7 +88,7 @@ class Post:
         else:
             function: Any = dist.isend if direction == "send" else dist.irecv
             group = self._team.stage_group
-            with self._team.talking(rank):
+            with self._team.watch.waiting_for(rank):
                 transfer.works = [function(d, rank, group=group, tag=tag + i) for i, d in parts]
         return transfer
 
@@ -101,7 +101,7 @@ class Post:
         ranks = {transfer.rank for transfer in queued}
         rank = ranks.pop() if len(ranks) == 1 else None
         start = self._team.mark()
-        with self._team.talking(rank):
+        with self._team.watch.waiting_for(rank):
             works = begin_batch(self._team.stage_group, batch)
         for transfer in queued:
             if transfer.is_queued:

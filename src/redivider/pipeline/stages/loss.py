@@ -32,7 +32,7 @@ class Loss:
         self._index = index
         self._seed = seed
 
-    def hang_in(self, stage: Stage) -> None:
+    def attach_to(self, stage: Stage) -> None:
         """Add the loss to the last stage's module, so that its optimizer trains the parameters."""
         if any(True for _ in self.module.parameters()):
             if "loss" in stage.module._modules:
