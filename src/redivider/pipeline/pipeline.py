@@ -291,10 +291,10 @@ class Pipeline:
 
     def measure_memory(self, x: Any, /, **side: Any) -> "StagesMemory":
         """Count the bytes that every stage holds for inputs like x, on a copy of the model."""
-        from redivider.pipeline.diagnostics.memory import measure_stages
+        from redivider.pipeline.diagnostics.memory import measure_holdings
 
         verify_keywords(side, self._takes)
-        return measure_stages(self, x, side)
+        return measure_holdings(self, x, side)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything that the next ticks depend on, with all that is in flight."""

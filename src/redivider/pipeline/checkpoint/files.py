@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from redivider.errors import require
-from redivider.pipeline.stages.layout import order_of
+from redivider.strides import inverse, memory_order
 
 MANIFEST = "manifest.json"
 
@@ -245,7 +245,7 @@ def _encode(value: Any, path: tuple[Any, ...], files: dict[str, dict[str, Tensor
             tensors = files.setdefault(file, {})
             key = str(len(tensors))
             # A file has no strides: write the dimensions in the order of memory, and note it.
-            order = order_of(value)
+            order = memory_order(value)
             if value.dtype == torch.complex128:
                 raise StateError(
                     "a state cannot hold tensors of complex128, which safetensors files do not "
@@ -292,7 +292,7 @@ def _decode(value: Any, load: Callable[[str], dict[str, Tensor]] | None = None) 
             file, key, *order = rest
             assert load is not None, "keys hold no tensors"
             tensor = load(file)[key]
-            return tensor.permute([order.index(dim) for dim in range(len(order))])
+            return tensor.permute(inverse(order))
         case "dtype":
             return getattr(torch, rest[0])
         case "tuple":

@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from redivider._torch_private import nccl_group, prefix_store
 from redivider.errors import PipelineError
+from redivider.pipeline.runners.torchrun import attempt
 
 
 def join(device: torch.device, timeout: float = 300.0) -> None:
@@ -123,18 +124,6 @@ class Communicators:
     def cancel_exit(self) -> None:
         """Cancel the exit timer."""
         faulthandler.cancel_dump_traceback_later()
-
-
-def attempt() -> str:
-    """Return a name for this attempt of torchrun."""
-    return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def is_last_rank() -> bool:
-    """Return whether this process prints for all: the last one, or the only one."""
-    if "RANK" not in os.environ:
-        return True
-    return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
 
 def leave() -> None:

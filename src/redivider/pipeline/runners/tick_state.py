@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from redivider.pipeline.runners.in_flight import Inboxes
-from redivider.tree import tensors_of
+from redivider.tree import storages_of, tensors_of
 
 if TYPE_CHECKING:
     from redivider.pipeline.pipeline import Pipeline
@@ -67,7 +67,7 @@ class TickState:
         Such a tensor is cloned before anything is written.
         """
         sources, targets = self._tensors(), other._tensors()
-        overwritten = {target.untyped_storage().data_ptr() for target in targets}
+        overwritten = {storage.data_ptr() for storage in storages_of(targets)}
         sources = [
             source.clone() if source.untyped_storage().data_ptr() in overwritten else source
             for source in sources

@@ -29,8 +29,9 @@ from redivider._torch_private import backend_of, default_store, prefix_store
 from redivider.errors import Agreed, PipelineError
 from redivider.pipeline.runners.heartbeat import Watch
 from redivider.pipeline.runners.pending import PendingTransfer
-from redivider.pipeline.runners.process_group import Communicators, attempt, backend_for, join
+from redivider.pipeline.runners.process_group import Communicators, backend_for, join
 from redivider.pipeline.runners.progress import Mark, NoProgress, Progress
+from redivider.pipeline.runners.torchrun import attempt
 
 _num_teams = 0
 

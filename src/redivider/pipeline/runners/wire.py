@@ -37,7 +37,7 @@ from torch.utils._pytree import (
 from redivider._torch_private import Operation, begin_batch
 from redivider.pipeline.runners.topology import Team
 from redivider.pipeline.stages.compression import Packing
-from redivider.pipeline.stages.layout import dense, order_of
+from redivider.strides import dense, inverse, memory_order
 
 NUM_TENSORS = 2**10  # of a message, at most
 NUM_TEAMS = 2**5  # pipelines that may be at work at once
@@ -153,7 +153,7 @@ class Outgoing:
         self._verify_layout(spec, leaves, packed)
         parts = [part for tensors in packed if tensors is not None for part in tensors]
         # As bytes: no backend supports all dtypes.
-        flat = [_bytes_of(p if p.is_contiguous() else p.permute(order_of(p))) for p in parts]
+        flat = [_bytes_of(p if p.is_contiguous() else p.permute(memory_order(p))) for p in parts]
         if _are_joined([part.nbytes for part in flat]):
             flat = [torch.cat([part.to(flat[0].device) for part in flat])]
         return flat
@@ -302,7 +302,7 @@ class Incoming:
                 continue
             dtype, *wired = layout
             tensors = [
-                next(parts).permute(_inverse(order)).to(self.device, non_blocking=True)
+                next(parts).permute(inverse(order)).to(self.device, non_blocking=True)
                 for _, _, order in wired
             ]
             leaves.append(self.packing.unpack(tensors, dtype_of(dtype)))
@@ -365,7 +365,7 @@ def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _layout_of(tensor: Tensor) -> list[Any]:
-    return [list(tensor.shape), name_of(tensor.dtype), order_of(tensor)]
+    return [list(tensor.shape), name_of(tensor.dtype), memory_order(tensor)]
 
 
 def _differ(before: Layout, now: Layout) -> str:
@@ -399,7 +399,3 @@ def _plain(leaf: Any) -> Any:
         f"a side input of a DistributedPipeline holds a {type(leaf).__name__}; only tensors, "
         "numbers and strings travel"
     )
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]

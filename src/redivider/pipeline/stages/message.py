@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from redivider.pipeline.stages.compression import Packing
-from redivider.pipeline.stages.layout import dense
 from redivider.replay.autocast import Autocast
+from redivider.strides import dense
 from redivider.tree import map_tensors
 
 

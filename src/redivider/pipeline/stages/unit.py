@@ -27,18 +27,19 @@ from redivider.arithmetic import Arithmetic
 from redivider.backward.strategy import Keep
 from redivider.chain import taken
 from redivider.errors import UnitError
-from redivider.pipeline.methods import Method, Version
+from redivider.pipeline.methods import Method
 from redivider.pipeline.stages.gradients import accumulate, is_differentiable, widen
-from redivider.pipeline.stages.layout import dense
 from redivider.pipeline.stages.lookahead import Prediction
 from redivider.pipeline.stages.message import Flow
 from redivider.pipeline.stages.module_state import load_state, state_of
 from redivider.pipeline.stages.ring_buffer import Ring
+from redivider.pipeline.stages.stash import Version
 from redivider.pipeline.stages.weights import Weights
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.buffers import changes_buffers
 from redivider.replay.copies import buffers_to_spend
 from redivider.replay.random import Seeded
+from redivider.strides import dense
 from redivider.tree import map_tensors, tensors_of
 
 Grads: TypeAlias = Sequence[Tensor | None]
