@@ -209,7 +209,7 @@ def host_time(team: Team, made: Made) -> tuple[float, float]:
         nonlocal waited
         start = time.thread_time()
         while not is_done():
-            pipe.team.watch.verify_well()
+            pipe.team.watch.raise_failure()
         waited += time.thread_time() - start
 
     medians = []

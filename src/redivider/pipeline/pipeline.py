@@ -385,7 +385,7 @@ class Pipeline:
                             stage.finish_backward()
                 self._update([s for s in self.stages if s.num_pending >= self.accumulate], norms)
             flight.tick += 1
-        return self._tick_transport.share(result, t)
+        return self._tick_transport.report(result, t)
 
     def _run_action(self, action: Action) -> Tick | None:
         """Run a forward or a backward; return the loss, if it was computed."""

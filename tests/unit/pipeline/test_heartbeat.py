@@ -125,7 +125,7 @@ def test_a_failure_aborts_and_is_everybodys_reason(how, monkeypatch):
     ours.follow(transfer())
     assert communicators.aborted.wait(seconds(30))
     with pytest.raises(rd.PipelineError, match=r"rank 0 \(stage 0\)") as caught:
-        ours.verify_well()
+        ours.raise_failure()
     said = "gives no sign of life, and was waited for 0.1 s"
     assert (said if how == "hangs" else "the connection to") in str(caught.value)
     assert caught.value.is_first
@@ -233,7 +233,7 @@ def test_a_store_that_is_gone_while_the_device_waits_is_a_failure(monkeypatch):
     store.is_gone = True
     assert communicators.aborted.wait(seconds(30))
     with pytest.raises(rd.PipelineError, match="rank 0 or its torchrun holds, is gone"):
-        ours.verify_well()
+        ours.raise_failure()
 
 
 def test_a_store_that_is_gone_at_the_end_is_none(monkeypatch):

@@ -12,7 +12,7 @@ from redivider.pipeline.runners.topology import Team
 from redivider.pipeline.runners.wire import dtype_of, dump_tree, name_of
 
 
-def share_tree(team: Team, tree: Any, device: torch.device) -> Any:
+def broadcast_tree(team: Team, tree: Any, device: torch.device) -> Any:
     """Broadcast the last rank's tree of tensors and plain data to all ranks."""
     leaves, spec = tree_flatten(tree)
     layouts = [
@@ -30,7 +30,7 @@ def share_tree(team: Team, tree: Any, device: torch.device) -> Any:
     return tree_unflatten(leaves, treespec_loads(structure))
 
 
-def share_all(team: Team, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_named(team: Team, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gather the named tensors of all ranks on every rank, on the host, in the order of ranks."""
     layouts = [[name, list(tensor.shape), name_of(tensor.dtype)] for name, tensor in own.items()]
     gathered = {}

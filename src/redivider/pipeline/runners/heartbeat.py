@@ -89,17 +89,17 @@ class Watch:
         """Reported failure, if any."""
         return None if self._state.heard is None else self._error(self._state.heard)
 
-    def settle(self) -> None:
+    def wait_for_reason(self) -> None:
         """Wait until the thread knows why a communicator has failed, if one has."""
         deadline = time.monotonic() + GRACE
         while self._state.heard is None and self._communicators.have_failed():
             if self._state.is_over.wait(0.01) or time.monotonic() > deadline:
                 return
 
-    def verify_well(self) -> None:
+    def raise_failure(self) -> None:
         """Raise the reported failure, if any."""
         if self._state.pending.has_broken:
-            self.settle()
+            self.wait_for_reason()
         if self._state.heard is not None:
             self.close()
             raise self._error(self._state.heard)
@@ -121,12 +121,12 @@ class Watch:
         if self._has_failed:
             return
         self._has_failed = True
-        is_needed = self._state.has_lost or self._state.pending.is_busy()
+        is_needed = self._state.has_failed_wait or self._state.pending.is_busy()
         if is_needed and self._state.claim_abort():
             self._communicators.abort(GRACE, self._state.reason)
         self.close()
         has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self._rank == 0 and self._state.said is not None and not has_agent_store:
+        if self._rank == 0 and self._state.published is not None and not has_agent_store:
             time.sleep(3 * BEAT)  # this process may hold the store: let the others read it
 
     def name(self, rank: int) -> str:
@@ -138,7 +138,7 @@ class Watch:
         self._state.action = action
 
     def _error(self, reason: str) -> PipelineError:
-        return PipelineError(reason, is_first=reason == self._state.said)
+        return PipelineError(reason, is_first=reason == self._state.published)
 
 
 class Waiting:
@@ -155,7 +155,7 @@ class Waiting:
         try:
             if isinstance(error, RuntimeError | ValueError):
                 if not isinstance(error, PipelineError):
-                    self._state.has_lost = True
+                    self._state.has_failed_wait = True
                     raise self._watch.find_reason(self._rank, str(error)) from error
         finally:
             self._state.waits_for = None
@@ -168,17 +168,17 @@ class _State:
         self.waits_for: int | None = None  # -1 for all
         self.waits_since = 0.0
         self.action = START
-        self.said: str | None = None
-        self.heard: str | None = None
+        self.published: str | None = None  # reason that this process has reported
+        self.heard: str | None = None  # reason that was reported first
         self.is_over = threading.Event()
-        self.has_lost = False  # a wait has failed
+        self.has_failed_wait = False
         self.pending = Pending(communicators, limit)
         self._abort_lock = threading.Lock()
 
     @property
     def reason(self) -> str:
         """Why the run fails, as far as this process knows."""
-        return self.said or self.heard or "a rank has failed"
+        return self.published or self.heard or "a rank has failed"
 
     def close(self) -> None:
         """Stop the thread."""
@@ -218,7 +218,7 @@ class _Board:
 
     def publish(self, reason: str) -> str:
         """Report why this process fails; return the reason that was reported first."""
-        self._state.said = reason
+        self._state.published = reason
         try:
             first: bytes = self._store.compare_set(FAILURE, "", reason)
         except RuntimeError:  # the store is gone with the process that held it

@@ -159,7 +159,7 @@ class BetweenProcesses(Transport):
         norms = torch.stack(self._team.gather(mine, in_column=True)).sum(0)
         return list(norms.to(self._device))
 
-    def share(self, tick: Tick, t: int) -> Tick:
+    def report(self, tick: Tick, t: int) -> Tick:
         if self._share_loss:
             tick = self._with_loss(tick, t)
         if tick.loss is None and not self._team.is_last:

@@ -121,7 +121,7 @@ class RecordedTransport(TickTransport):
     def forget(self, stage: int, n: int) -> None:
         pass
 
-    def share(self, tick: Tick, t: int) -> Tick:
+    def report(self, tick: Tick, t: int) -> Tick:
         return tick
 
     def _end_part(self) -> None:

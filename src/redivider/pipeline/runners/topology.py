@@ -78,7 +78,7 @@ class Team:
         self._on_gpu = waits_on_device(self.device)
         self._known: Exception | None = None  # error that the other processes know
         self._progress = Progress(self.device) if self._on_gpu else NoProgress()
-        self._begun: deque[list[Callable[[], None]]] = deque([[]])  # waits, by exchange
+        self._waits: deque[list[Callable[[], None]]] = deque([[]])  # by exchange
         shared = default_store()
         prefix = f"redivider-{attempt()}-{_num_teams}"
         self._store = prefix_store(prefix, shared)
@@ -104,9 +104,9 @@ class Team:
         if sys.exception() is None:
             self._known = None  # an error keeps the memory of its frames
         try:
-            self.watch.verify_well()
+            self.watch.raise_failure()
             yield
-            self.watch.verify_well()
+            self.watch.raise_failure()
         except Exception as error:
             if error is self._known or isinstance(error, Agreed):
                 raise
@@ -133,7 +133,7 @@ class Team:
         An aborted transfer leaves arbitrary numbers in GPU memory, and the loss may be NaN from
         them.
         """
-        self.watch.settle()
+        self.watch.wait_for_reason()
         return self.watch.heard
 
     def name_stages(self, place: int, stages: str) -> None:
@@ -155,7 +155,7 @@ class Team:
             if self._on_gpu:
                 self._poll(work.is_completed)
             work.wait(timedelta(seconds=self.timeout))
-            self.watch.verify_well()  # an aborted transfer counts as completed, too
+            self.watch.raise_failure()  # an aborted transfer counts as completed, too
 
     def mark(self) -> Mark:
         """Mark this point of the GPU's work."""
@@ -170,10 +170,10 @@ class Team:
             if self._on_gpu:
                 self._follow(PendingTransfer(rank, start, self._progress.mark_behind(work)))
             else:
-                self._begun[-1].append(partial(self.finish, work, rank))
+                self._waits[-1].append(partial(self.finish, work, rank))
 
     def _follow(self, transfer: PendingTransfer) -> None:
-        self._begun[-1].append(partial(self._await, transfer))
+        self._waits[-1].append(partial(self._await, transfer))
         self.watch.follow(transfer)
 
     def _await(self, transfer: PendingTransfer) -> None:
@@ -184,13 +184,13 @@ class Team:
         with self.watch.waiting_for(transfer.rank):
             # The host is ticks ahead: a long pause costs the GPU nothing, and few polls little.
             self._poll(transfer.end.has_passed, longest=1e-3)
-            self.watch.verify_well()
+            self.watch.raise_failure()
 
     def catch_up(self, ticks: int = 0) -> None:
         """Wait on the host for all registered transfers except those of the last few ticks."""
-        self._begun.append([])
-        while len(self._begun) > ticks + 1:
-            for wait in self._begun.popleft():
+        self._waits.append([])
+        while len(self._waits) > ticks + 1:
+            for wait in self._waits.popleft():
                 wait()
 
     def put_note(self, key: str, text: str) -> None:
@@ -211,7 +211,7 @@ class Team:
         """Poll until done, with pauses that grow up to `longest` seconds."""
         deadline, pause = time.monotonic() + self.timeout, 5e-5
         while not is_done():
-            self.watch.verify_well()
+            self.watch.raise_failure()
             if time.monotonic() > deadline:
                 raise RuntimeError("timed out")
             time.sleep(pause)

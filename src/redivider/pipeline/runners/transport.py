@@ -7,7 +7,7 @@ A tick calls it in this order, whatever moves the messages:
       fetch, run a stage, deliver     for every action of a group
       exchange                        after the group; then stages compute what is not sent
       average                         gradients over replicas, before the updates
-    share                             the loss, after the tick
+    report                            the loss, after the tick
 """
 
 from abc import ABC, abstractmethod
@@ -88,7 +88,7 @@ class TickTransport(ABC):
         """Average what replicas of stages share, before these are updated."""
 
     @abstractmethod
-    def share(self, tick: Tick, t: int) -> Tick:
+    def report(self, tick: Tick, t: int) -> Tick:
         """Return the result of tick t as this process reports it."""
 
     def _put(self, direction: Direction, stage: int, message: Message) -> None:
@@ -167,5 +167,5 @@ class InProcess(Transport):
     def average(self, stages: Sequence[Stage]) -> None:
         pass
 
-    def share(self, tick: Tick, t: int) -> Tick:
+    def report(self, tick: Tick, t: int) -> Tick:
         return tick

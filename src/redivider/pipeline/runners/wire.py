@@ -58,7 +58,7 @@ class Transfer:
         self.works: list[Any] = []
 
     def wait(self) -> None:
-        """Wait for all of them."""
+        """Wait for all tensors."""
         assert not self.is_queued, f"a transfer with rank {self.rank} has not begun"
         for work in self.works:
             self._team.wait(work, self.rank)
@@ -126,7 +126,7 @@ class Outgoing:
     packing: Packing
     rank: int
     kind: Kind
-    most: int
+    max_leaving: int
     """Messages that may be on their way before one more waits for the first of them."""
     number: int = 0
     """Number of this line among those of its kind to that rank."""
@@ -137,11 +137,11 @@ class Outgoing:
     _leaving: deque[Transfer] = field(default_factory=deque)
 
     def send(self, tree: Any, exact: Any) -> None:
-        """Send a message, and what must not be rounded of it."""
+        """Send a message: a tree that may be rounded, and one that must stay exact."""
         self.send_packed(self.pack(tree, exact))
 
     def pack(self, tree: Any, exact: Any) -> list[Tensor]:
-        """Return the bytes of a message as they travel, in one tensor or in several."""
+        """Return the bytes of a message as they travel, in one or several tensors."""
         leaves, spec = tree_flatten((tree, exact))
         num = len(tree_leaves(tree))
         packed = [
@@ -165,11 +165,11 @@ class Outgoing:
         self._leaving.append(self.post.begin("send", flat, self.rank, tag))
         self.bytes_sent += sum(part.nbytes for part in flat)
         self._num += 1
-        self.finish(self.most)
+        self.finish(self.max_leaving)
 
-    def finish(self, most: int = 0) -> None:
+    def finish(self, max_leaving: int = 0) -> None:
         """Wait until all messages except the last few have been sent."""
-        while len(self._leaving) > most:
+        while len(self._leaving) > max_leaving:
             self._leaving.popleft().wait()
 
     def _verify_layout(

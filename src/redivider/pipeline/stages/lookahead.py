@@ -1,7 +1,7 @@
 """Look-ahead: a forward by weights that are predicted for the time of the backward.
 
-Between the forward and the backward of a micro-batch a stage updates its weights n times. So
-forward and backward run by weights that are nearer to each other.
+Between the forward and the backward of a micro-batch a stage updates its weights n times. With
+look-ahead the weights of the two are closer to each other.
 
     current weights   w0 --update--> w1 --update--> w2 --update--> w3         (n = 3)
     one micro-batch   forward                                      backward

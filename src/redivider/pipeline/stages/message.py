@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redivider.arithmetic import Arithmetic
 from redivider.pipeline.stages.compression import Packing
 from redivider.replay.autocast import Autocast
 from redivider.strides import dense
@@ -20,6 +21,12 @@ class Flow:
     value: Any
     dtype: torch.dtype | None = None
     """Real dtype of streams in stored form; None for any other value."""
+
+    def real(self, arithmetic: Arithmetic) -> Any:
+        """Return the value as modules take it: streams in their real form."""
+        if self.dtype is None:
+            return self.value
+        return tuple(arithmetic.real(stream, self.dtype) for stream in self.value)
 
 
 @dataclass

@@ -257,18 +257,13 @@ class Stage:
         if self.ahead is None or self.optimizer is None:
             return None
         num = self.num_ahead
-        cached_key, prediction = self._predicted
         # The caller may have changed weights, or frozen some, between two updates.
         trained = [param for group in self.groups for param in group["params"]]
         key = self.num_updates, num, [(param._version, param.requires_grad) for param in trained]
-        if prediction is None or cached_key != key:
-            prediction = None
+        if self._predicted[0] != key:
             self.forget_prediction()  # free its memory before the new one is allocated
-            prediction = Prediction(0, {})
-            if num:
-                prediction = self.ahead.predict(num)
-            self._predicted = (key, prediction)
-        return prediction
+            self._predicted = key, self.ahead.predict(num) if num else Prediction(0, {})
+        return self._predicted[1]
 
     def _clip(self, grads: Sequence[Tensor], clip: Clip, other_norms: Iterable[Tensor]) -> None:
         if not grads:

@@ -228,7 +228,8 @@ class Unit(ABC):
         below, input_grads, others = self._run_backward(kept, flow, grads, side, is_split=is_split)
 
         def finish() -> None:
-            accumulate(self.parameters, self._own(others()), self.widen, others=input_grads)
+            own_grads = self._parameter_grads(others())
+            accumulate(self.parameters, own_grads, self.widen, others=input_grads)
             self.weights.give_back(kept.version)
 
         if postponed is None:
@@ -246,7 +247,7 @@ class Unit(ABC):
     def trace(
         self, microbatch: int, flow: Flow, side: dict[str, Any], weights: Sequence[Tensor]
     ) -> tuple[Flow, PullBack]:
-        """Run the unit by the given weights as plain autograd would, without side effects.
+        """Run the unit by these weights as plain autograd would, without side effects.
 
         Returns:
             The output, and a function from its gradients to those of the input and of `weights`.
@@ -266,7 +267,7 @@ class Unit(ABC):
                 _, input_grads, others = self._run_backward(
                     kept, Flow(None), grads, side, is_split=False
                 )
-            return input_grads, self._own(others())
+            return input_grads, self._parameter_grads(others())
 
         return self._result(flow, argument, map_tensors(Tensor.detach, kept.run.output)), pull_back
 
@@ -359,7 +360,7 @@ class Unit(ABC):
     def _backward_weights(self, kept: Kept) -> Sequence[Tensor]:
         return self.weights.of_backward(kept.version, kept.record.autocast.dtype)
 
-    def _own(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def _parameter_grads(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the parameters, which come last."""
         return grads[len(grads) - len(self.parameters) :]
 
