@@ -1,4 +1,4 @@
-"""Training methods: what a unit keeps until its backward, and which weights the backward uses.
+"""Training methods: the state that a unit keeps until its backward, and the weights used there.
 
     method              a coupling keeps   a junction keeps   weights in the backward
     petra               nothing            input              current

@@ -63,8 +63,8 @@ class TickState:
     def copy_to(self, other: "TickState") -> None:
         """Copy all tensors into the memory of another state.
 
-        The two may share memory: a tensor that stays in flight may lie where another one goes.
-        Such a tensor is cloned before anything is written.
+        The two may share memory: the copy of one tensor may overwrite another one, which stays in
+        flight. So such a tensor is cloned before anything is written.
         """
         sources, targets = self._tensors(), other._tensors()
         overwritten = {storage.data_ptr() for storage in storages_of(targets)}

@@ -116,7 +116,7 @@ class Team:
             if cause is None and not isinstance(error, PipelineError):
                 self.watch.publish(f"{self.watch.name(self.rank)}: {text}")
             elif cause is not None and str(cause).endswith(text):
-                cause = None  # all have the same error, and raise it whoever reported it first
+                cause = None  # all ranks have the same error, and each raises its own
             self.watch.fail()
             self._known = cause or error
             if cause is not None:
@@ -238,7 +238,7 @@ class Team:
             bucket = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
             work = dist.all_reduce(flat, group=self.data_group, async_op=True)
-            self._settle(work, is_for_host=bucket[0].device.type == "cpu")
+            self._finish_collective(work, is_for_host=bucket[0].device.type == "cpu")
             flat.div_(self.num_columns)
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
@@ -261,7 +261,7 @@ class Team:
         if sent.numel():  # as bytes: backends do not know all dtypes
             data = sent.reshape(-1).view(torch.uint8)
             work = dist.broadcast(data, source, group=group, async_op=True)
-            self._settle(work, source, is_for_host=tensor.device.type == "cpu")
+            self._finish_collective(work, source, is_for_host=tensor.device.type == "cpu")
         if self.rank != source:
             tensor.detach().copy_(sent)
 
@@ -272,11 +272,13 @@ class Team:
         numbers = dist.get_process_group_ranks(group)
         gathered = [torch.empty_like(sent) for _ in numbers]
         work = dist.all_gather(gathered, sent, group=group, async_op=True)
-        self._settle(work, is_for_host=tensor.device.type == "cpu")
+        self._finish_collective(work, is_for_host=tensor.device.type == "cpu")
         order = self.ranks if in_column else self.everyone
         return [gathered[numbers.index(rank)].to(tensor.device) for rank in order]
 
-    def _settle(self, work: Any, rank: int | None = None, *, is_for_host: bool = False) -> None:
+    def _finish_collective(
+        self, work: Any, rank: int | None = None, *, is_for_host: bool = False
+    ) -> None:
         """Wait for a collective, on the host if its result is wanted there."""
         if is_for_host or not self._on_gpu:
             self.finish(work, rank)

@@ -9,7 +9,7 @@ memory.
 gloo    matches by tag. A transfer begins at once. Receives are posted up to `latency` ticks ahead.
 NCCL    matches by order. All transfers of a tick begin in one batch at its end: what is sent in a
         tick has its receive posted in the same tick. So the batches of neighbours mirror each
-        other, whatever fits into NCCL's buffers. They run beside the next ticks.
+        other, and cannot deadlock when NCCL's buffers are full. They run beside the next ticks.
 
     tick t:  rank 0  F B  [send up,   recv down]        read at tick t + latency
              rank 1  F B  [send down, recv up  ]
@@ -129,7 +129,7 @@ class Outgoing:
     max_leaving: int
     """Messages that may be on their way before one more waits for the first of them."""
     number: int = 0
-    """Number of this line among those of its kind to that rank."""
+    """Number of this line among the lines of its kind to that rank."""
     bytes_sent: int = 0
     _num: int = 0
     _layout: Layout | None = None
@@ -215,7 +215,7 @@ class Incoming:
     device: torch.device
     """Device on which messages are wanted."""
     number: int = 0
-    """Number of this line among those of its kind from that rank."""
+    """Number of this line among the lines of its kind from that rank."""
     _num: int = 0
     _layout: Layout | None = None
     _posted: deque[tuple[Transfer, Buffers]] = field(default_factory=deque)
@@ -262,7 +262,7 @@ class Incoming:
 
         Args:
             rotation: The buffers; the first ones are for the next message that a tick reads.
-            num_read: Messages that were taken, but that no tick has read.
+            num_read: Messages that were received, but that no tick has read.
         """
         self._rotation = rotation
         self._first = self._num - len(self._posted) - num_read
@@ -336,7 +336,7 @@ def _tag(team: int, kind: Kind, num: int) -> int:
 
 
 def _are_joined(sizes: Sequence[int]) -> bool:
-    """Return whether tensors of so many bytes are sent as one; both sides ask.
+    """Return whether tensors of these sizes, in bytes, are sent as one; both sides compute it.
 
     Inside of one buffer, a dtype begins at a multiple of its size.
     """
@@ -369,7 +369,7 @@ def _layout_of(tensor: Tensor) -> list[Any]:
 
 
 def _differ(before: Layout, now: Layout) -> str:
-    """Return why a message cannot follow another one."""
+    """Return the text of an error: a message has another layout than the messages before it."""
     if before[0] == now[0]:
         for one, other in zip(before[1], now[1], strict=True):
             if one != other and not _is_tensor(one):

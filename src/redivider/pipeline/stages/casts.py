@@ -1,8 +1,8 @@
 """Weights in the precision of autocast, cast once per update instead of at every use.
 
 Autocast casts a weight whenever a product or a convolution uses it. In a pipeline that is twice a
-tick, in the forward and in the recovery, and the gradient is cast back once more. A unit that runs
-with the cast weight computes the same numbers without these casts.
+tick, in the forward and in the recovery, and the gradient is cast back as well. A unit that runs
+with the cast copy computes the same numbers without these casts.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Values that travel: between units of a stage as a `Flow`, between stages as a `Message`."""
+"""Values that move through a pipeline: a `Flow` between units, a `Message` between stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -46,7 +46,7 @@ class Message:
 
     @property
     def contents(self) -> tuple[Any, ...]:
-        """All that holds tensors."""
+        """Everything in it that holds tensors."""
         return self.flow.value, self.side, self.target, self.grads
 
     def cloned(self, microbatch: int) -> "Message":

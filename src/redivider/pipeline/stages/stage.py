@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from redivider.pipeline.stages.compiled_update import CompiledUpdate
 
 
-# Options of an optimizer that say how it computes, here and now: a state does not change them.
+# Options that choose an optimizer's kernels: loading a state leaves them as they are here.
 KERNELS = ("fused", "foreach", "capturable")
 
 
@@ -245,7 +245,7 @@ class Stage:
         """Updates between the next forward and its backward; 0 without look-ahead."""
         if self.ahead is None or self.optimizer is None:
             return 0
-        # All micro-batches in flight in this stage have their backward before.
+        # The backward of every micro-batch that is in flight in this stage comes first.
         return (self.num_pending + len(self.units[0].kept)) // self.accumulate
 
     def forget_prediction(self) -> None:

@@ -93,8 +93,8 @@ class Unit(ABC):
         module: The caller's coupling or junction.
         inner: The module that is evaluated: a coupling's f, or the junction itself.
         keep: What is kept between forward and backward.
-        place: Where it is.
-        arithmetic: How residuals are added.
+        place: Position in the pipeline.
+        arithmetic: Arithmetic that adds residuals.
     """
 
     def __init__(
