@@ -85,7 +85,7 @@ def main() -> None:
                     continue
                 probes.append(probe)
                 last.append(mean(losses[-100:]))
-            qualities = [quality for probe in probes for quality in probe.found]
+            qualities = [quality for probe in probes for quality in probe.qualities]
             by_stage = [[q.cosine for q in qualities if q.stage == j] for j in range(STAGES)]
             cosines = [mean(values or [float("nan")]) for values in by_stage]
             losses_text = " ".join(f"{loss:.2f}" for loss in last)

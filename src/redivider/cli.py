@@ -181,7 +181,8 @@ def train(args: argparse.Namespace, rest: Sequence[str]) -> int:
     recipe, destination = _prepare(args, rest)
     if recipe.compare:
         return _compare(recipe, destination)
-    from redivider.pipeline.runners.process_group import is_last_rank, leave
+    from redivider.pipeline.runners.process_group import leave
+    from redivider.pipeline.runners.torchrun import is_last_rank
     from redivider.train.loop import Stopped
     from redivider.train.loop import train as run
 

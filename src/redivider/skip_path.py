@@ -1,4 +1,4 @@
-"""Search for a skip in the graph of f: a way from its output to its input by sums alone.
+"""Search for a skip in the graph of f: a path from its output to its input by sums alone.
 
     pre-norm    a + g(norm(a))         post-norm    norm(a + g(a)), relu(a + g(a))
 

@@ -6,6 +6,7 @@ The usual trees are a tensor, none, or a few: these need no walk by pytree, whic
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -26,6 +27,12 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if not _is_plain(tree):
         return tree_map_only(Tensor, function, tree)
     return tree and type(tree)([map_tensors(function, item) for item in tree])
+
+
+def storages_of(tree: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of all dense tensors of a nested structure, in order."""
+    tensors = (tensor for tensor in tensors_of(tree) if tensor.layout is torch.strided)
+    return [tensor.untyped_storage() for tensor in tensors]
 
 
 def _is_plain(tree: Any) -> bool:

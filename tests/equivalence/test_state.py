@@ -248,7 +248,7 @@ def test_a_state_of_another_model_or_of_something_else_is_refused():
 
 def test_two_processes_may_not_write_one_file(tmp_path):
     class Two(Alone):
-        def tell_all(self, text):
+        def gather_text(self, text):
             return [text, text]
 
     with pytest.raises(StateError, match=r"two processes have written loss\.safetensors"):

@@ -141,7 +141,7 @@ class Offload:
         waiting.copied = lanes.mark(SIDE)
 
     def _end(self) -> None:
-        """Release what was brought back in vain, as when only some gradients are needed."""
+        """Release what was prefetched but unused, as when only some gradients are needed."""
         if self._ahead is not None:
             self._ahead.device = None
             self._ahead = None

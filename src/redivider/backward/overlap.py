@@ -178,7 +178,7 @@ class Overlap:
         self._ready[job.key] = _Ready(prepared, lane, self._lanes.mark(lane))
 
     def end(self) -> None:
-        """Release units that were prepared in vain, as when only some gradients are needed."""
+        """Release units that were prepared but unused, as when only some gradients are needed."""
         if self._ready:
             self._lanes.wait(MAIN, self._lanes.mark(SIDE))
             self._ready.clear()

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Steps in root mean squares, by bits. From 4 bits on they suit a normal distribution best. With
-# fewer, larger ones give better gradients: most of an outlier is caught up with at once.
+# Steps in root mean squares, by bits. From 4 bits on they are the best for a normal distribution.
+# With fewer bits, larger steps give better gradients: one code covers most of an outlier.
 STEPS = {1: 2.05, 2: 1.2, 3: 0.61, 4: 0.335, 5: 0.188, 6: 0.104, 7: 0.057, 8: 0.031}
 MAX_BITS = 8
 PER_BYTE = 8
 ROW = 64  # a row has as many values at least, so that its step takes little memory
 MAX_ROW = 2**16  # values of a row that kernels take
-HUGE = 1e18  # larger differences have no square, and are not followed; nor are those to no number
+HUGE = 1e18  # larger differences, whose squares may overflow, count as 0; so does NaN
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,7 +63,7 @@ def encode(x: Tensor, y: Tensor, bits: int) -> Code:
     steps = distance.square().mean(1).sqrt().mul_(STEPS[bits])
     levels = 2**bits
     code = distance.div_(steps[:, None]).floor_().add_(levels // 2)
-    # Where the row has arrived, the step is 0 and any code will do.
+    # Where y equals x, the step is 0 and any code will do.
     code = code.nan_to_num_(0).clamp_(0, levels - 1).to(torch.uint8)
     result = Code(pack(code, bits), steps)
     move(y, result, 1)

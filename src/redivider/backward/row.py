@@ -80,7 +80,7 @@ class Row:
         if self._expected != (mark(a), mark(b)):
             raise UnitError(
                 "its streams are not those that the coupling before it gave: a hook changed them; "
-                "hooks on couplings may look, and a junction may change"
+                "a hook of a coupling may read them; to change them, use a junction"
             )
         name, exact = self.names[self._next], self.arithmetic.exact
         keeping = self.keepings[self._next]

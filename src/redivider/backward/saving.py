@@ -25,7 +25,8 @@ from redivider.coupling import Coupling
 from redivider.errors import UnitError
 from redivider.replay import Call
 from redivider.replay.random import devices_of, get_state, set_state
-from redivider.tree import map_tensors, tensors_of
+from redivider.replay.stack import pushed
+from redivider.tree import map_tensors, storages_of, tensors_of
 
 # Kernels among which `F.scaled_dot_product_attention` chooses.
 FUSED_ATTENTION = {
@@ -101,12 +102,8 @@ class Saving:
     def record(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module for the first time."""
         recorder = _Recorder()
-        _recorders.append(recorder)
-        try:
-            with recorder:
-                result = self._module(*args, **kwargs)
-        finally:
-            _recorders.pop()
+        with pushed(_recorders, recorder), recorder:
+            result = self._module(*args, **kwargs)
         for place, operation in recorder.kept.items():
             output = operation.read()
             self._tensors += tensors_of(output)
@@ -214,11 +211,11 @@ class _Recorder(_Counting):  # type: ignore[no-untyped-call]
             for device, state in after.items()
             if not torch.equal(state, before[device])
         }
-        entering = {storage._cdata for storage in _storages((args, kwargs))}
-        made = [storage for storage in _storages(output) if storage._cdata not in entering]
-        if made:  # not a view, and not in place
+        entering = {storage._cdata for storage in storages_of((args, kwargs))}
+        allocated = [storage for storage in storages_of(output) if storage._cdata not in entering]
+        if allocated:  # not a view, and not in place
             operation = _Operation(place, output, states)
-            for storage in made:
+            for storage in allocated:
                 self._makers[storage._cdata] = ref(storage), operation
             if place.operator.overloadpacket in FUSED_ATTENTION:
                 self.kept[place] = operation
@@ -227,9 +224,9 @@ class _Recorder(_Counting):  # type: ignore[no-untyped-call]
     def mark(self, x: Tensor) -> None:
         """Keep the output of the operation that made a tensor, if it is of this run."""
         storage = x.untyped_storage()
-        made, operation = self._makers.get(storage._cdata, (None, None))
+        known, operation = self._makers.get(storage._cdata, (None, None))
         # The address may be that of another storage, which is gone.
-        if operation is not None and made is not None and made() is storage:
+        if operation is not None and known is not None and known() is storage:
             operation.marked = x
             self.kept[operation.place] = operation
 
@@ -257,11 +254,6 @@ def _get_states(args: Any, kwargs: dict[str, Any]) -> _States:
     tensors = tensors_of((args, kwargs))
     device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
     return {device: get_state(device) for device in devices_of(device)}
-
-
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    dense = (tensor for tensor in tensors_of(tree) if tensor.layout == torch.strided)
-    return [tensor.untyped_storage() for tensor in dense]
 
 
 def refine(strategy: Strategy, unit: nn.Module, keeping: Keeping) -> Keeping:

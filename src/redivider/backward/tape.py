@@ -23,6 +23,7 @@ from redivider._torch_private import backward_keeps_graph
 from redivider.backward.node import KeptInput
 from redivider.backward.quantizer import Code, encode, move
 from redivider.replay import Call, GraphRun
+from redivider.strides import inverse, memory_order
 
 BITS = 2  # for a value, unless another number is asked for
 
@@ -38,7 +39,7 @@ class Tape:
     def __init__(self, bits: int, like: Tensor) -> None:
         self._bits, self._dtype = bits, like.dtype
         # As in memory: there random numbers are drawn in that order, so dropout needs it again.
-        self._order = _order_of(like)
+        self._order = memory_order(like)
         self._y: Tensor  # in that order
         self._position = -1  # of the input that y stands for
         self._codes: list[Code] = []  # from every input to the next
@@ -64,8 +65,8 @@ class Tape:
         if self._dtype == torch.float16:  # whose range a level beyond the input may leave
             largest = torch.finfo(self._dtype).max
             y = y.clamp(-largest, largest)
-        places = [self._order.index(dim) for dim in range(y.dim())]
-        return y.to(self._dtype, copy=True).permute(places)  # a copy, because y moves on
+        y = y.to(self._dtype, copy=True)  # a copy, because the tape's own moves to other inputs
+        return y.permute(inverse(self._order))
 
     def release(self, position: int) -> None:
         """Forget an input, and the codes beyond the last one that is needed."""
@@ -116,7 +117,7 @@ class Tapes:
         """Return the tape for an input; None for one that is not compressed, such as tokens."""
         if not x.is_floating_point():
             return None
-        kind = x.shape, x.dtype, x.device, _order_of(x)
+        kind = x.shape, x.dtype, x.device, memory_order(x)
         if kind not in self._tapes:
             self._tapes[kind] = Tape(self._bits, x)
         return self._tapes[kind]
@@ -162,9 +163,3 @@ class KeptOnTape(KeptInput):
                 self._tape.release(self._position)
             self.tapes = self._tape = None  # the caller may hold the loss, and with it the graph
         return super().prepare(saved, needs, flows=flows)
-
-
-def _order_of(x: Tensor) -> tuple[int, ...]:
-    """Return the dimensions of a tensor in their order in memory."""
-    strides = x.stride()
-    return tuple(sorted(range(x.dim()), key=lambda dim: -strides[dim]))

@@ -142,8 +142,8 @@ class Captured:
             if leaf is not None and not (isinstance(leaf, Tensor) and leaf.is_cuda):
                 kind = "a tensor on the CPU" if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise CaptureError(
-                    f"the step returns {kind}, which would stay the same for ever; return tensors "
-                    "on the GPU"
+                    f"the step returns {kind}, which would be a constant of the graph; return "
+                    "tensors on the GPU"
                 )
         self._output = map_tensors(Tensor.detach, output)
 

@@ -25,7 +25,7 @@ NUM_STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SMALLEST = 1e-7  # norm below which a gradient counts as zero
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# Layers whose tensors of two dimensions multiply nothing: tables, gains, parts of a weight.
+# Layers whose 2-D parameters are not matrices, but tables, gains, or parts of a weight.
 NO_MATRICES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)
 SCALES: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * sqrt(max(rows, columns)),
@@ -188,7 +188,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(params, 1 - decay)
         moments = [self.state[param].get("momentum_buffer") for param in params]
         is_known = [moment is not None for moment in moments]
-        # The kernel fails where some have a momentum, and others not yet.
+        # The kernel fails on a group where only some parameters have a momentum.
         fused = group["fused"] and (all(is_known) or not any(is_known))
         sgd(
             params,
@@ -304,8 +304,8 @@ def split_parameters(
             )
     if unmatched and type(module) is not nn.Module:  # as that of a stage, which is but a part
         raise ValueError(f"exclude names {min(unmatched)!r}, and {type(module).__name__} has none")
-    matrices = [param for param, whether in is_matrix.items() if whether]
-    return matrices, [param for param, whether in is_matrix.items() if not whether]
+    matrices = [param for param, orthogonal in is_matrix.items() if orthogonal]
+    return matrices, [param for param, orthogonal in is_matrix.items() if not orthogonal]
 
 
 def _verify_number(name: str, number: Any, below: float = inf) -> None:

@@ -23,9 +23,8 @@ from redivider.coupling import Coupling
 from redivider.errors import naming
 from redivider.pipeline.diagnostics.memory import count_bytes
 from redivider.pipeline.methods import Method, resolve_method
-from redivider.pipeline.partition import count_costs, cut_by, units_of
+from redivider.pipeline.partition import as_leaves, count_costs, cut_by, units_of
 from redivider.pipeline.schedule import Schedule, resolve_latency, verify_latency
-from redivider.tree import map_tensors
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def measure_units(units: dict[str, nn.Module], x: Any, side: dict[str, Any]) -> 
         for index, (name, unit) in enumerate(units.items()):
             with naming(name_unit(index, unit, name)):
                 own = taken(unit, side)
-                x = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
+                x = as_leaves(x)
                 memory = measure_memory(Chain([unit], backward="store"), x, **own)
                 with torch.no_grad():
                     y = unit(x, **own)

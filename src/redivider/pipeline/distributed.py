@@ -22,7 +22,7 @@ from redivider.pipeline.checkpoint.snapshot import configuration, verify_snapsho
 from redivider.pipeline.diagnostics.probe import Probe
 from redivider.pipeline.partition import cut_evenly, units_of
 from redivider.pipeline.pipeline import Pipeline
-from redivider.pipeline.runners.collectives import share_all, share_tree
+from redivider.pipeline.runners.collectives import broadcast_tree, gather_named
 from redivider.pipeline.runners.process_group import own_gpu
 from redivider.pipeline.runners.process_transport import BetweenProcesses
 from redivider.pipeline.runners.topology import Team
@@ -88,7 +88,7 @@ class DistributedPipeline(Pipeline):
             example = map_tensors(lambda tensor: tensor.to("meta"), example)
         with team.guarding():
             if seed is None:
-                seed = int(team.tell_all(str(torch.initial_seed()))[0])
+                seed = int(team.gather_text(str(torch.initial_seed()))[0])
             super().__init__(
                 model,
                 stages=team.num_places if stages == "auto" else stages,
@@ -100,7 +100,7 @@ class DistributedPipeline(Pipeline):
             )
             self._verify_agreement()
             for stage in self.stages:
-                team.spread([*stage.module.parameters(), *stage.module.buffers()])
+                team.broadcast_to_replicas([*stage.module.parameters(), *stage.module.buffers()])
 
     def step(self, x: Any = None, target: Any = None, /, **side: Any) -> Tick:
         """Run one tick; inputs are needed on the first rank, targets on the last one.
@@ -123,7 +123,7 @@ class DistributedPipeline(Pipeline):
         The input is needed on the first rank.
         """
         with self._guarding():
-            output = share_tree(self._team, self.evaluate_here(x, **side), self._device)
+            output = broadcast_tree(self._team, self.evaluate_here(x, **side), self._device)
             self.transport.mail.catch_up()
             return output
 
@@ -140,11 +140,7 @@ class DistributedPipeline(Pipeline):
                     flow = unit.evaluate(flow, side)
             self.transport.mail.pass_on(flow, side)
             self.transport.mail.catch_up()
-        if not self._team.is_last:
-            return None
-        if flow.dtype is None:
-            return flow.value
-        return tuple(self.arithmetic.real(stream, flow.dtype) for stream in flow.value)
+        return flow.real(self.arithmetic) if self._team.is_last else None
 
     def probe(self, every: int = 100) -> Probe:
         """Raise an error: a probe needs the whole network in one process."""
@@ -182,7 +178,7 @@ class DistributedPipeline(Pipeline):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the weights and buffers of the uncut model, under its names, on every rank."""
         with self._guarding():
-            return share_all(self._team, super().full_state_dict())
+            return gather_named(self._team, super().full_state_dict())
 
     def close(self) -> None:
         """Receive all messages in flight, so that the other processes can end; call it in all."""
@@ -232,9 +228,9 @@ class DistributedPipeline(Pipeline):
         here = dict(named[index] for index in units_of_stages(self.cut, own))
         if team.is_last and isinstance(loss, nn.Module):
             here["loss"] = loss
-        without = {name: unit for name, unit in here.items() if _is_meta([unit])}
-        materialise(without, seed=self.seed, device=self._device)
-        for name in here.keys() - without.keys():
+        on_meta = {name: unit for name, unit in here.items() if _is_meta([unit])}
+        materialise(on_meta, seed=self.seed, device=self._device)
+        for name in here.keys() - on_meta.keys():
             here[name].to(self._device)
         return own, mix_seeds(self.seed, team.column) if team.column else self.seed
 
@@ -247,7 +243,7 @@ class DistributedPipeline(Pipeline):
             "lr_by_delay": self._lr_by_delay,
             "share_loss": self._share_loss,
         }
-        settings = [json.loads(text) for text in self._team.tell_all(json.dumps(mine))]
+        settings = [json.loads(text) for text in self._team.gather_text(json.dumps(mine))]
         for key, value in settings[0].items():
             for rank, other in zip(self._team.everyone, settings, strict=True):
                 if other[key] != value:

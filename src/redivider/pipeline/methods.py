@@ -1,4 +1,4 @@
-"""Training methods: what a unit keeps until its backward, and which weights the backward uses.
+"""Training methods: the state that a unit keeps until its backward, and the weights used there.
 
     method              a coupling keeps   a junction keeps   weights in the backward
     petra               nothing            input              current
@@ -10,18 +10,16 @@
 
 petra: Rivaud et al. 2025; dsp: Xu et al. 2020; delayed: PipeDream, Narayanan et al. 2019;
 delayed-graph: ADL, Zhuang et al. 2021. The last two are ablations of PETRA. "Inverse" is the run
-that rebuilds a coupling's input.
+that rebuilds a coupling's input. No torch here.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
-
-from redivider.backward.strategy import Keep
 from redivider.errors import not_one_of
+
+if TYPE_CHECKING:
+    from redivider.backward.strategy import Keep
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,8 @@ class Method:
     """Training method: a row of the table in methods.py."""
 
     name: str
-    coupling: Keep
-    junction: Keep
+    coupling: "Keep"
+    junction: "Keep"
     weights: Literal["current", "stashed"]
     inverse: Literal["current", "stashed"]
 
@@ -53,83 +51,3 @@ def resolve_method(name: str) -> Method:
     if name not in METHODS:
         raise ValueError(not_one_of("method", name, METHODS))
     return METHODS[name]
-
-
-Version: TypeAlias = tuple[int, int]
-"""Version of weights: the number of updates, and of further updates that look-ahead predicted."""
-
-
-class Stash:
-    """Old versions of weights, which the backward of micro-batches in flight will need.
-
-    A version is copied right before an update overwrites it, and only if it has users (`pin` copies
-    at once). For example, with versions written as their number of updates:
-
-                 forward 7   forward 8   update    forward 9   backward 7   backward 8
-                 borrow      borrow      advance   borrow      give_back    give_back
-        version  2           2           3         3           3            3
-        users    2: 1        2: 2        2: 2      2: 2, 3: 1  2: 1, 3: 1   3: 1
-        copies   -           -           2         2           2            -
-
-    Args:
-        weights: The weights, which are updated in place.
-    """
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self._weights = weights
-        self.version: Version = (0, 0)
-        self.copies: dict[Version, list[Tensor]] = {}
-        self.users: Counter[Version] = Counter()
-
-    def borrow(self, num_ahead: int = 0, weights: Sequence[Tensor] = ()) -> Version:
-        """Register a forward, whose backward will need its weights; return their version.
-
-        Args:
-            num_ahead: Number of updates that look-ahead predicts; 0 for the current weights.
-            weights: The predicted weights. They are kept, not copied.
-        """
-        version = (self.version[0], num_ahead)
-        if num_ahead:
-            self.copies.setdefault(version, list(weights))
-        self.users[version] += 1
-        return version
-
-    def give_back(self, version: Version) -> None:
-        """Release a version after a backward; drop its copy when it has no users left."""
-        self.users[version] -= 1
-        if not self.users[version]:
-            del self.users[version]
-            self.copies.pop(version, None)
-
-    def weights(self, version: Version) -> Sequence[Tensor]:
-        """Return the weights of a version that is in use."""
-        if version in self.copies:
-            return self.copies[version]
-        assert version == self.version, "a version in use was not copied"
-        return self._weights
-
-    def pin(self) -> Sequence[Tensor]:
-        """Return a copy of the current version, for a graph that must survive the next update."""
-        if self.version not in self.copies:
-            self._copy()
-        return self.copies[self.version]
-
-    def advance(self) -> None:
-        """Begin a new version; call this right before an update."""
-        if self.users[self.version] and self.version not in self.copies:
-            self._copy()
-        self.version = (self.version[0] + 1, 0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the version and the copies, as plain data and tensors."""
-        copies = [[list(version), weights] for version, weights in self.copies.items()]
-        return {"num_updates": self.version[0], "copies": copies}
-
-    def load_state_dict(self, state: dict[str, Any], users: Iterable[Version]) -> None:
-        """Resume from a state; `users` are the versions of the micro-batches in flight."""
-        self.version = (state["num_updates"], 0)
-        self.copies = {tuple(version): list(weights) for version, weights in state["copies"]}
-        self.users = Counter(users)
-
-    def _copy(self) -> None:
-        self.copies[self.version] = [weight.detach().clone() for weight in self._weights]

@@ -148,7 +148,7 @@ def _seconds(unit: nn.Module, x: Any, side: dict[str, Any], *, repeats: int) -> 
     for _ in range(repeats):
         _synchronize()
         start = time.perf_counter()
-        leaf = _leaf(x)
+        leaf = as_leaves(x)
         y = unit(leaf, **side)
         outputs = [tensor for tensor in tensors_of(y) if tensor.requires_grad]
         inputs = [t for t in (*unit.parameters(), *tensors_of(leaf)) if t.requires_grad]
@@ -161,7 +161,8 @@ def _seconds(unit: nn.Module, x: Any, side: dict[str, Any], *, repeats: int) -> 
         return unit(x, **side), median(seconds)
 
 
-def _leaf(x: Any) -> Any:
+def as_leaves(x: Any) -> Any:
+    """Return an input detached, with tensors that require a gradient if they can have one."""
     return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), x)
 
 

@@ -162,7 +162,7 @@ class Pipeline:
         self._ends_here = self._own[-1] == len(self.cut) - 1
         if self._ends_here:
             verify_hooks("the loss", self._loss.module)
-            self._loss.hang_in(self.stages[-1])
+            self._loss.attach_to(self.stages[-1])
         for stage in self.stages:
             stage.module.zero_grad()  # gradients of the caller would count as a backward pass
             if any(param.requires_grad for param in stage.module.parameters()):
@@ -177,13 +177,13 @@ class Pipeline:
         self.in_flight = InFlight(self.schedule)
         self._caller_tensors = CallerTensors()
         self.transport = self._make_transport()
-        """How messages travel: within the process, or between processes."""
+        """Transport of the messages: within the process, or between processes."""
         self._tick_transport: TickTransport = self.transport
         self._stopped: str | None = None
         self._probe: Probe | None = None
         self._tick_context: TickContext = EagerTick()
         self.execution: Execution = Eager()
-        """How ticks run: eagerly, or by graphs."""
+        """Execution of the ticks: eager, or by graphs."""
         self.observer: Callable[[Action, float], None] | None = None
         """Called after every action, with the time at which it began."""
         logger.info("%s", self)
@@ -291,10 +291,10 @@ class Pipeline:
 
     def measure_memory(self, x: Any, /, **side: Any) -> "StagesMemory":
         """Count the bytes that every stage holds for inputs like x, on a copy of the model."""
-        from redivider.pipeline.diagnostics.memory import measure_stages
+        from redivider.pipeline.diagnostics.memory import measure_holdings
 
         verify_keywords(side, self._takes)
-        return measure_stages(self, x, side)
+        return measure_holdings(self, x, side)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything that the next ticks depend on, with all that is in flight."""
@@ -385,7 +385,7 @@ class Pipeline:
                             stage.finish_backward()
                 self._update([s for s in self.stages if s.num_pending >= self.accumulate], norms)
             flight.tick += 1
-        return self._tick_transport.share(result, t)
+        return self._tick_transport.report(result, t)
 
     def _run_action(self, action: Action) -> Tick | None:
         """Run a forward or a backward; return the loss, if it was computed."""

@@ -23,7 +23,6 @@ Where stages are in several processes, messages cross between them. Sender and r
 message in the same slot, so that a backend may match messages by their order alone.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +38,7 @@ Latency: TypeAlias = int | float | tuple[int | float, ...]
 
 
 class Action(NamedTuple):
-    """One stage's forward ("F") or backward ("B") of one micro-batch; prints and parses as F1.0."""
+    """One stage's forward ("F") or backward ("B") of one micro-batch; F1.0 is that of stage 1."""
 
     kind: Kind
     stage: int
@@ -47,15 +46,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.microbatch}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Action":
-        """Return the action that `str` wrote."""
-        match = re.fullmatch(r"([FB])(\d+)\.(\d+)", text)
-        if match is None:
-            raise ValueError(f"an action reads like F1.0 (stage 1, micro-batch 0), got {text!r}")
-        kind, stage, microbatch = match.groups()
-        return cls("F" if kind == "F" else "B", int(stage), int(microbatch))
 
 
 class Leg(NamedTuple):

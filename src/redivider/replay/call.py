@@ -24,7 +24,7 @@ from redivider.replay.compiled_node import Root, call_node, find_compiled_node
 from redivider.replay.module_tree import ModuleTree
 from redivider.replay.record import Record
 from redivider.replay.switch import switched_off
-from redivider.replay.weights import count_fused_steps
+from redivider.replay.version_counters import count_fused_steps
 from redivider.skip import warn_of_skip
 from redivider.tree import map_tensors, tensors_of
 

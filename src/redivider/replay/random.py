@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from redivider.replay.stack import pushed
+
 CPU = torch.device("cpu")
 
 
@@ -126,11 +128,8 @@ def captured_from(microbatch: int) -> Iterator[list[torch.device]]:
     Yields a list, which is filled with the devices that draw numbers.
     """
     draws: list[torch.device] = []
-    _captures.append((microbatch, draws))
-    try:
+    with pushed(_captures, (microbatch, draws)):
         yield draws
-    finally:
-        _captures.pop()
 
 
 @contextmanager

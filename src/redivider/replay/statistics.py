@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from redivider.replay.copies import buffers_to_spend
+from redivider.replay.stack import pushed
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -96,14 +97,9 @@ def _counted(counting: Sequence[nn.Module]) -> Iterator[None]:
 _counted_later: list[list[Tensor]] = []
 
 
-@contextmanager
-def counted_later() -> Iterator[list[Tensor]]:
+def counted_later() -> AbstractContextManager[list[Tensor]]:
     """Collect the batch counters of the layers that run inside; the caller adds one to them."""
-    _counted_later.append([])
-    try:
-        yield _counted_later[-1]
-    finally:
-        _counted_later.pop()
+    return pushed(_counted_later, [])
 
 
 def _heeds_flag(layer: nn.Module) -> bool:

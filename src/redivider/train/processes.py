@@ -67,23 +67,23 @@ class Ranks(Processes):
         self._interval = 1
 
     def decide(self, compute: Callable[[], str]) -> str:
-        texts = self._team.tell_all(json.dumps(compute()) if self.is_writer else "")
+        texts = self._team.gather_text(json.dumps(compute()) if self.is_writer else "")
         result: str = json.loads(next(text for text in texts if text))
         return result
 
     def gather(self, value: Any) -> list[Any]:
-        return [json.loads(text) for text in self._team.tell_all(json.dumps(value))]
+        return [json.loads(text) for text in self._team.gather_text(json.dumps(value))]
 
     def any(self, flag: bool) -> bool:
-        return self._team.agree(float(flag)) > 0
+        return self._team.max_over_ranks(float(flag)) > 0
 
     def should_stop(self, flag: bool, step: int) -> bool:
         # A collective per step would be slow, and a test of the local clock would let ranks
         # disagree about the steps that have one: all derive the interval from the same numbers.
         if step < self._ask_after:
             return False
-        stops = self._team.agree(float(flag)) > 0
-        seconds = self._team.agree(time.monotonic() - self._asked_at)
+        stops = self._team.max_over_ranks(float(flag)) > 0
+        seconds = self._team.max_over_ranks(time.monotonic() - self._asked_at)
         if self._asked_after:
             rate = (step - self._asked_after) / max(seconds, 1e-6)
             self._interval = max(1, min(10 * self._interval, int(rate * SECONDS)))

@@ -54,7 +54,7 @@ def test_the_probe_measures_what_it_costs():
         for n in range(20):
             x, target, mask = batch(n)
             pipe.step(x, target, mask=mask)
-        rows = [row for row in probe.found if row.stage == 2]
+        rows = [row for row in probe.qualities if row.stage == 2]
         cosine = sum(1 - row.cosine for row in rows) / len(rows)
         errors[dtype] = cosine, max(row.rebuilt_error for row in rows)
     assert errors[None][0] < 1e-6 < errors[torch.bfloat16][0] < errors[torch.int8][0] < 0.1

@@ -125,7 +125,7 @@ def test_a_failure_aborts_and_is_everybodys_reason(how, monkeypatch):
     ours.follow(transfer())
     assert communicators.aborted.wait(seconds(30))
     with pytest.raises(rd.PipelineError, match=r"rank 0 \(stage 0\)") as caught:
-        ours.verify_well()
+        ours.raise_failure()
     said = "gives no sign of life, and was waited for 0.1 s"
     assert (said if how == "hangs" else "the connection to") in str(caught.value)
     assert caught.value.is_first
@@ -142,16 +142,16 @@ def test_a_transfer_that_ends_while_others_are_asked_is_no_failure(monkeypatch):
     for module in (heartbeat, pending):
         monkeypatch.setattr(module, "BEAT", 0.02)
     looked, end = [], Mark()
-    look_around = heartbeat._Board._look_around
+    find_silent_ranks = heartbeat._Board._find_silent_ranks
 
     def look(board):
-        others = look_around(board)
+        others = find_silent_ranks(board)
         looked.append(True)
         end.is_passed = True
         ours._state.pending.examine()
         return others
 
-    monkeypatch.setattr(heartbeat._Board, "_look_around", look)
+    monkeypatch.setattr(heartbeat._Board, "_find_silent_ranks", look)
     store = dist.PrefixStore("run", dist.HashStore())
     ours = Watch(store, 0, [0], 0.1, make_communicators())
     ours.follow(transfer(end=end))
@@ -233,7 +233,7 @@ def test_a_store_that_is_gone_while_the_device_waits_is_a_failure(monkeypatch):
     store.is_gone = True
     assert communicators.aborted.wait(seconds(30))
     with pytest.raises(rd.PipelineError, match="rank 0 or its torchrun holds, is gone"):
-        ours.verify_well()
+        ours.raise_failure()
 
 
 def test_a_store_that_is_gone_at_the_end_is_none(monkeypatch):

@@ -58,9 +58,9 @@ def test_it_finds_what_histories_and_plain_autograd_give(
     gradients: dict[tuple[int, int], dict[str, Tensor]] = {}
     for n, u, name, grad in reference.gradients:
         gradients.setdefault((n, u), {})[name] = grad
-    assert len({row.microbatch for row in probe.found}) >= 4
-    assert {row.microbatch % 4 for row in probe.found} == {0}
-    for row in probe.found:
+    assert len({row.microbatch for row in probe.qualities}) >= 4
+    assert {row.microbatch % 4 for row in probe.qualities} == {0}
+    for row in probe.qualities:
         n, j = row.microbatch, row.stage
         up = reference.up
         slot = 2 * n + (up[-1] if j == len(cut) - 1 else 2 * up[-1] - up[j] + 1)
@@ -111,8 +111,8 @@ def test_with_weights_that_stand_still_all_gradients_are_one(method):
     probe = pipe.probe(every=3)
     for x, target in batches(14):
         pipe.step(x, target)
-    assert {row.stage for row in probe.found} == {0, 1, 2, 3, 4}
-    for row in probe.found:
+    assert {row.stage for row in probe.qualities} == {0, 1, 2, 3, 4}
+    for row in probe.qualities:
         values = [row.cosine, row.ratio, row.cosine_to_delayed, row.ratio_of_delayed]
         assert values == pytest.approx([1.0] * 4, abs=1e-9)
 
@@ -125,7 +125,7 @@ def test_methods_that_are_exact_but_late_find_the_delayed_gradient(method):
     probe = pipe.probe(every=5)
     for x, target in batches(20):
         pipe.step(x, target)
-    late = [row for row in probe.found if row.stage < 4]
+    late = [row for row in probe.qualities if row.stage < 4]
     worst = max(abs(row.cosine_to_delayed - 1) for row in late)
     assert worst < 1e-9 if method in EXACT else worst > 1e-6
     assert max(abs(row.cosine - 1) for row in late) > 1e-4, "staleness must show"
@@ -147,9 +147,9 @@ def test_it_leaves_no_trace_in_the_training(method, arithmetic):
     assert equal(feed(watched, 0, 14), feed(plain, 0, 14))
     assert equal(watched.state_dict(), plain.state_dict())
     watched.flush()
-    assert len(probe.found) == 4 * 7 and not probe._samples
+    assert len(probe.qualities) == 4 * 7 and not probe._samples
     if arithmetic == "fixed" and method == "exact-inverse":
-        rebuilt = [row.rebuilt_error for row in probe.found if row.stage == 1]
+        rebuilt = [row.rebuilt_error for row in probe.qualities if row.stage == 1]
         assert rebuilt and max(rebuilt) == 0.0
 
 
@@ -157,11 +157,11 @@ def test_a_state_that_is_loaded_ends_the_samples_in_flight():
     _, pipe = build_with_everything()
     probe = pipe.probe(every=1)
     feed(pipe, 0, 5)
-    state, before = pipe.state_dict(), len(probe.found)
+    state, before = pipe.state_dict(), len(probe.qualities)
     pipe.load_state_dict(state)
     assert not probe._samples
     feed(pipe, 5, 4)
-    fresh = {row.microbatch for row in probe.found[before:]}
+    fresh = {row.microbatch for row in probe.qualities[before:]}
     assert fresh == {5}, "only what entered since"
 
 
@@ -176,7 +176,14 @@ def test_it_prints_and_draws(tmp_path):
     explained = " ".join(line[:16] for line in legend)
     for column in ("to end-to-end", "to delayed", "delayed to end", "cosine", "ratio", "rebuilt"):
         assert column in lines[0] + lines[1] and column in explained
-    probe.plot(tmp_path / "quality.png")
+    matplotlib = pytest.importorskip("matplotlib")
+    backend = matplotlib.get_backend()
+    matplotlib.use("svg")
+    try:
+        probe.plot(tmp_path / "quality.png")
+        assert matplotlib.get_backend() == "svg"  # the caller's
+    finally:
+        matplotlib.use(backend)
     assert (tmp_path / "quality.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="every must be at least 1"):
         pipe.probe(every=0)
@@ -199,7 +206,7 @@ def test_gradients_of_shared_weights_are_compared_whole():
     probe = pipe.probe(every=1)
     for x, target in batches(10):
         pipe.step(x.float(), target)
-    tied = [row for row in probe.found if row.stage == 1]
+    tied = [row for row in probe.qualities if row.stage == 1]
     assert [(row.cosine, row.ratio) for row in tied] == [
         pytest.approx((1.0, 1.0), abs=1e-5) for _ in tied
     ]
@@ -218,8 +225,8 @@ def test_weights_that_units_of_a_stage_share():
         ends.append([param.detach().clone() for param in model.parameters()])
     assert all(map(torch.equal, *ends))
     assert probe is not None
-    assert {row.stage for row in probe.found} == {0, 1, 2}
-    last = [row for row in probe.found if row.stage == 2]
+    assert {row.stage for row in probe.qualities} == {0, 1, 2}
+    last = [row for row in probe.qualities if row.stage == 2]
     assert max(abs(row.cosine_to_delayed - 1) for row in last) < 1e-5
 
 
@@ -232,4 +239,4 @@ def test_a_fault_of_a_comparison_does_not_stop_the_training(monkeypatch):
 
     monkeypatch.setattr("redivider.pipeline.stages.unit.Unit.trace", fails)
     feed(pipe, 0, 20)
-    assert probe.found and all(row.cosine != row.cosine for row in probe.found)
+    assert probe.qualities and all(row.cosine != row.cosine for row in probe.qualities)

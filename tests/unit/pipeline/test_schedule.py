@@ -76,16 +76,8 @@ def test_a_stage_does_at_most_one_forward_and_one_backward_a_tick(stages, latenc
         assert pairs == sorted(pairs, key=lambda pair: (pair[1], pair[0] == "B"))
 
 
-@given(st.sampled_from("FB"), st.integers(0, 99), st.integers(0, 10**6))
-def test_actions_print_and_parse(kind, stage, microbatch):
-    action = Action(kind, stage, microbatch)
-    assert Action.parse(str(action)) == action
-
-
-def test_what_is_no_action_is_refused():
-    for text in ("F1", "X1.0", "F1.0 ", "F-1.0"):
-        with pytest.raises(ValueError, match=r"reads like F1\.0"):
-            Action.parse(text)
+def test_actions_print():
+    assert [str(Action("F", 1, 0)), str(Action("B", 12, 345))] == ["F1.0", "B12.345"]
 
 
 def test_measured_spans_are_of_what_was_done(tmp_path):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from redivider.errors import require
-from redivider.pipeline.stages.layout import order_of
+from redivider.strides import inverse, memory_order
 
 MANIFEST = "manifest.json"
 
@@ -43,8 +43,8 @@ class Writers(Protocol):
 
     is_first: bool
 
-    def tell_all(self, text: str) -> list[str]:
-        """Send a text to all processes; return the texts of all, in the order of ranks."""
+    def gather_text(self, text: str) -> list[str]:
+        """Return the texts of all processes, in the order of ranks."""
 
     def note_agreed(self, error: Exception) -> None:
         """Note an error that all processes raise alike, and after which they may continue."""
@@ -55,7 +55,7 @@ class Alone:
 
     is_first = True
 
-    def tell_all(self, text: str) -> list[str]:
+    def gather_text(self, text: str) -> list[str]:
         return [text]
 
     def note_agreed(self, error: Exception) -> None:
@@ -92,7 +92,7 @@ def all_or_none(writers: Writers, action: Callable[[], Any]) -> list[Any]:
         text = json.dumps(["done", action()])
     except (OSError, StateError) as raised:
         error, text = raised, json.dumps([type(raised).__name__, str(raised)])
-    outcomes = [json.loads(outcome) for outcome in writers.tell_all(text)]
+    outcomes = [json.loads(outcome) for outcome in writers.gather_text(text)]
     for rank, (kind, result) in enumerate(outcomes):
         if kind != "done" and error is None:
             error = (StateError if kind == "StateError" else OSError)(f"rank {rank}: {result}")
@@ -245,7 +245,7 @@ def _encode(value: Any, path: tuple[Any, ...], files: dict[str, dict[str, Tensor
             tensors = files.setdefault(file, {})
             key = str(len(tensors))
             # A file has no strides: write the dimensions in the order of memory, and note it.
-            order = order_of(value)
+            order = memory_order(value)
             if value.dtype == torch.complex128:
                 raise StateError(
                     "a state cannot hold tensors of complex128, which safetensors files do not "
@@ -292,7 +292,7 @@ def _decode(value: Any, load: Callable[[str], dict[str, Tensor]] | None = None) 
             file, key, *order = rest
             assert load is not None, "keys hold no tensors"
             tensor = load(file)[key]
-            return tensor.permute([order.index(dim) for dim in range(len(order))])
+            return tensor.permute(inverse(order))
         case "dtype":
             return getattr(torch, rest[0])
         case "tuple":

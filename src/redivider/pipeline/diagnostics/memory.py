@@ -10,7 +10,7 @@ from torch import Tensor
 from redivider.checks.memory import format_bytes
 from redivider.pipeline.stages.message import Message
 from redivider.pipeline.stages.stage import Stage
-from redivider.tree import map_tensors, tensors_of
+from redivider.tree import map_tensors, storages_of, tensors_of
 
 if TYPE_CHECKING:
     from redivider.pipeline.pipeline import Pipeline
@@ -57,7 +57,7 @@ class StagesMemory:
         )
 
 
-def measure_stages(pipe: "Pipeline", x: Any, side: dict[str, Any]) -> StagesMemory:
+def measure_holdings(pipe: "Pipeline", x: Any, side: dict[str, Any]) -> StagesMemory:
     """Fill a copy of a pipeline with inputs like x, and count what its stages hold at most.
 
     The last stage runs the loss and its gradient in one action and keeps nothing of it, so the sum
@@ -136,8 +136,7 @@ def _count(stage: Stage, *inboxes: dict[int, Message]) -> Holding:
 def count_bytes(tree: Any, known: set[int]) -> int:
     """Return the bytes of the storages in a tree that are not known yet, and note them."""
     total = 0
-    for tensor in tensors_of(tree):
-        storage = tensor.untyped_storage()
+    for storage in storages_of(tree):
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
             total += storage.nbytes()

@@ -96,15 +96,20 @@ class Probe:
         self._measured: list[tuple[int, int, int, list[Any]]] = []
 
     @property
-    def found(self) -> list[Quality]:
+    def qualities(self) -> list[Quality]:
         """Measurements so far, in the order of time; reading them waits for the device."""
         return [Quality(*position, *map(float, values)) for *position, values in self._measured]
 
+    @property
+    def found(self) -> list[Quality]:
+        """`qualities`, under the name that it had."""
+        return self.qualities
+
     def take(self) -> list[Quality]:
         """Return the measurements since the last call, and drop them here."""
-        measured = self.found
+        qualities = self.qualities
         self._measured = []
-        return measured
+        return qualities
 
     def enter(self, message: Message) -> None:
         """Sample a micro-batch that enters the pipeline, if it is due."""
@@ -177,10 +182,9 @@ class Probe:
 
     def plot(self, path: str | Path) -> None:
         """Draw cosines, ratios and errors by stage: means, and the range of all samples."""
-        require("matplotlib", "a plot").use("Agg")
-        plt = require("matplotlib.pyplot", "a plot")
+        figure = require("matplotlib.figure", "a plot").Figure((12, 3.5), layout="tight")
+        axes = figure.subplots(1, 3)
         by_stage = self._by_stage()
-        figure, axes = plt.subplots(1, 3, figsize=(12, 3.5))
         for axis, title, names in (
             (axes[0], "cosine", ("cosine", "cosine_of_delayed", "cosine_to_delayed")),
             (axes[1], "ratio of norms", ("ratio", "ratio_of_delayed", "ratio_to_delayed")),
@@ -198,13 +202,11 @@ class Probe:
             axis.legend(fontsize=8)
         axes[2].set_yscale("symlog", linthresh=1e-8)
         axes[2].set_ylim(bottom=0)
-        figure.tight_layout()
         figure.savefig(path)
-        plt.close(figure)
 
     def _by_stage(self) -> dict[int, list[Quality]]:
         by_stage: dict[int, list[Quality]] = {}
-        for row in sorted(self.found, key=lambda row: row.stage):
+        for row in sorted(self.qualities, key=lambda row: row.stage):
             by_stage.setdefault(row.stage, []).append(row)
         return by_stage
 

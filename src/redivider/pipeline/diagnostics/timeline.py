@@ -83,7 +83,7 @@ def planned_spans(
 def draw_spans(spans: Spans, width: int = 120) -> str:
     """Draw spans as text, with stages down and time across, as far as they fit.
 
-    A column is as long as the shortest action. A longer action goes on as dashes.
+    A column is as long as the shortest action. A longer action continues as dashes.
     """
     if not spans:
         return ""

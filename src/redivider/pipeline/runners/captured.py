@@ -194,17 +194,20 @@ class CapturedRunner(Execution):
         return is_full and has_updated and pipe._probe is None and pipe.observer is None
 
     def _refuses(self) -> bool:
-        """Return whether a tick does something that a replay would not do."""
-        changing = [unit.name for _, unit in self._units() if unit.changes_buffers]
-        hooked = [stage for stage in self._pipe.stages if has_hooks(stage.optimizer)]
-        if changing and not self._is_refused:
-            self._refuse(f"{changing[0]} changes its buffers")
-        if hooked and not self._is_refused:
-            self._refuse(f"the optimizer of stage {hooked[0].index} has hooks, which would not run")
-        against = reason_against(self._pipe)  # a caller may have changed options of an optimizer
-        if against is not None and not self._is_refused:
-            self._refuse(against)
+        """Return whether a tick does something that a replay would not do; log it once."""
+        reason = None if self._is_refused else self._reason_against()
+        if reason is not None:
+            self._refuse(reason)
         return self._is_refused
+
+    def _reason_against(self) -> str | None:
+        for _, unit in self._units():
+            if unit.changes_buffers:
+                return f"{unit.name} changes its buffers"
+        for stage in self._pipe.stages:
+            if has_hooks(stage.optimizer):
+                return f"the optimizer of stage {stage.index} has hooks, which would not run"
+        return reason_against(self._pipe)  # a caller may have changed options of an optimizer
 
     def _refuse(self, reason: str) -> None:
         self._is_refused = True
@@ -227,7 +230,7 @@ class CapturedRunner(Execution):
         """Cast weights again that a caller has changed since the last update."""
         for _, unit in self._units():
             for casts in unit.weights.casts.values():
-                casts.follow()
+                casts.refresh_if_stale()
 
     def _record(self, inputs: Any) -> None:
         pipe = self._pipe
@@ -311,7 +314,7 @@ class CapturedRunner(Execution):
                 torch._foreach_add_(alike, times)
             if is_last:
                 TickState.of(pipe).copy_to(start)
-            return tick, self._recorded.take_parts()
+            return tick, self._recorded_transport.take_parts()
 
         tick, parts = self._graphs.record(run)
         updates = [
@@ -372,11 +375,11 @@ class CapturedRunner(Execution):
         transport.forget(first, entering - pipe.schedule.lag("B", first))
         self._next = (self._next + 1) % self._num_phases
         if phase.loss is None:  # it is in another process
-            return transport.share(Tick(), t)
+            return transport.report(Tick(), t)
         self._verify_losses(wait=False)
         # The next replay of this phase overwrites them.
-        aux = map_tensors(Tensor.clone, phase.aux)
-        return transport.share(Tick(self._microbatch_of_loss(entering), phase.loss.clone(), aux), t)
+        loss, aux = map_tensors(Tensor.clone, (phase.loss, phase.aux))
+        return transport.report(Tick(self._microbatch_of_loss(entering), loss, aux), t)
 
     def _share_norms(self) -> None:
         """Bring the gradient norms of all stages to where graphs read them."""
@@ -387,13 +390,13 @@ class CapturedRunner(Execution):
         torch.stack(pipe.transport.norms(pipe.stages), out=self._norms)
 
     def _verify_losses(self, *, wait: bool) -> None:
-        """Raise if a loss was NaN: at once, or a few ticks later without waiting for the device."""
+        """Raise if a loss was NaN or infinite: at once, or a few ticks later without a wait."""
 
         def read(microbatch: Tensor) -> None:
             if int(microbatch) < NONE:
                 raise FloatingPointError(
-                    f"the loss of micro-batch {int(microbatch)} is not a number; this process has "
-                    "done no update with it, and none after it"
+                    f"the loss of micro-batch {int(microbatch)} is NaN or infinite; this process "
+                    "has done no update with it, and none after it"
                 )
 
         if wait:
@@ -412,7 +415,7 @@ class CapturedRunner(Execution):
         kept = [(unit, dict(unit.kept)) for _, unit in self._units()]
         optimizers = [stage.optimizer for stage in pipe.stages if stage.optimizer is not None]
         pipe._tick_context, context = self._recording, pipe._tick_context
-        pipe._tick_transport = self._recorded = RecordedTransport(
+        pipe._tick_transport = self._recorded_transport = RecordedTransport(
             pipe.in_flight,
             pipe.packing,
             pipe._own,
@@ -437,7 +440,7 @@ class CapturedRunner(Execution):
             for unit, in_flight in kept:
                 unit.kept, unit.ring = in_flight, None
                 for casts in unit.weights.casts.values():
-                    casts.distrust()  # the recorded update has noted a cast that did not run
+                    casts.invalidate()  # the recorded update has noted a cast that did not run
 
     def _oldest(self, entering: int) -> int:
         """Return the micro-batch whose backward the first stage runs when `entering` enters."""

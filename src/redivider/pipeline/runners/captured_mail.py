@@ -1,9 +1,9 @@
 """Messages of captured ticks between processes.
 
 Over backends that match by order, messages of a neighbour arrive in the memory from which graphs
-read them, a phase after the other (`Incoming.rotate`). Over gloo they are copied there: they pass
-through memory of the host, or their receives are posted far ahead. So are messages that are packed:
-they arrive in other memory than they are read from.
+read them, one phase after the other (`Incoming.rotate`). Over gloo they are copied there, because
+they pass through memory of the host, or their receives are posted far ahead. Packed messages are
+unpacked into other memory, and copied there as well.
 """
 
 from functools import partial
@@ -75,10 +75,11 @@ class CapturedMail(CapturedMessages):
     def begin(self) -> None:
         for (direction, stage), buffers in self._rotations.items():
             num_read = len(self._transport.in_flight.inbox(direction, stage))
-            self._mail.rotate(direction, buffers, num_read)
+            self._mail.incoming[direction].rotate(buffers, num_read)
 
     def end(self) -> None:
-        self._mail.stop_rotating()
+        for line in self._mail.incoming.values():
+            line.stop_rotating()
 
     def pack(self, direction: Direction, message: Message) -> list[Tensor]:
         return self._mail.pack(direction, message)

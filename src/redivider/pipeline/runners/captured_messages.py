@@ -1,7 +1,8 @@
-"""Messages of captured ticks: what comes into a process, and what leaves it.
+"""Messages of captured ticks, into a process and out of it.
 
-A graph reads the same memory at every replay. So what comes into the process must lie there before:
-in one process the inputs, which are copied. captured_mail.py adds messages of other processes.
+A graph reads the same memory at every replay. So everything that comes into the process is brought
+to that memory first: in one process the inputs, which are copied. captured_mail.py adds the
+messages of other processes.
 """
 
 from functools import partial
@@ -33,7 +34,7 @@ class CapturedMessages:
         self._allocate(ENTRY, entering, num_phases, device)
 
     def enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> None:
-        """Copy or keep what a step was given, which the caller may overwrite after it."""
+        """Copy or keep the arguments of a step, which the caller may overwrite after it."""
         message = self.fixed[ENTRY][0]
         copy_tensors((x, target, side), (message.flow.value, message.target, message.side))
 

@@ -12,7 +12,7 @@ from redivider.pipeline.runners.topology import Team
 from redivider.pipeline.runners.wire import dtype_of, dump_tree, name_of
 
 
-def share_tree(team: Team, tree: Any, device: torch.device) -> Any:
+def broadcast_tree(team: Team, tree: Any, device: torch.device) -> Any:
     """Broadcast the last rank's tree of tensors and plain data to all ranks."""
     leaves, spec = tree_flatten(tree)
     layouts = [
@@ -21,26 +21,26 @@ def share_tree(team: Team, tree: Any, device: torch.device) -> Any:
     ]
     # The others do not know the tree, so its structure travels first, as text.
     header = json.dumps([dump_tree(spec), layouts]) if team.is_last else ""
-    structure, layouts = json.loads(team.tell_column(header)[-1])
+    structure, layouts = json.loads(team.gather_text(header, in_column=True)[-1])
     if not team.is_last:
         leaves = [_empty_leaf(layout, device) for layout in layouts]
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            team.spread_in_column(leaf, team.num_places - 1)
+            team.broadcast_in_column(leaf, team.num_places - 1)
     return tree_unflatten(leaves, treespec_loads(structure))
 
 
-def share_all(team: Team, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_named(team: Team, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gather the named tensors of all ranks on every rank, on the host, in the order of ranks."""
     layouts = [[name, list(tensor.shape), name_of(tensor.dtype)] for name, tensor in own.items()]
     gathered = {}
-    for place, text in enumerate(team.tell_column(json.dumps(layouts))):
+    for place, text in enumerate(team.gather_text(json.dumps(layouts), in_column=True)):
         for name, shape, dtype in json.loads(text):
             if place == team.place:
                 gathered[name] = own[name].detach().to("cpu", copy=True)
             else:
                 gathered[name] = torch.empty(shape, dtype=dtype_of(dtype))
-            team.spread_in_column(gathered[name], place)
+            team.broadcast_in_column(gathered[name], place)
     return gathered
 
 

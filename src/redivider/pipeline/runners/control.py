@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Control:
     """Numbers of captured ticks, on the device.
 
-    It replaces the learning rates of the optimizers' groups by views of such a tensor.
+    It replaces the learning rates of the optimizers' groups by views of a tensor.
 
     Args:
         pipe: The pipeline.

@@ -4,7 +4,7 @@ schedule.py says which messages a tick has; wire.py moves them.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -29,14 +29,14 @@ Contents: TypeAlias = tuple[Flow, list[Any], dict[str, Any]]
 
 
 class Mail:
-    """Lines of a process to the ones before and after it.
+    """Lines of a process to the processes before and after it.
 
     Args:
         team: The processes.
         own: The stages of this one.
         schedule: Schedule of the pipeline.
         packing: How messages are packed.
-        device: Device on which they are wanted.
+        device: Device on which messages are wanted.
     """
 
     def __init__(
@@ -52,21 +52,21 @@ class Mail:
         self.is_packed = packing.dtype is not None
         """Whether messages travel in another form than they are read in."""
         self._post = post = Post(team)
-        self._incoming: dict[Direction, Incoming] = {}
+        self.incoming: dict[Direction, Incoming] = {}
         self._outgoing: dict[Direction, Outgoing] = {}
         self._sent: list[Direction] = []  # in this tick
         self._when_full: dict[int, tuple[list[Direction], ...]] = {}
         self._num_evaluated = Counter[str]()
-        self.max_leaving = most = 2 * schedule.max_ticks
+        self.max_leaving = max_leaving = 2 * schedule.max_ticks
         """Messages to a neighbour that may be on their way, at most."""
         if team.place > 0:
             below = team.ranks[team.place - 1]
-            self._incoming["up"] = Incoming(post, team, packing, below, "up", device)
-            self._outgoing["down"] = Outgoing(post, team, packing, below, "down", most)
+            self.incoming["up"] = Incoming(post, team, packing, below, "up", device)
+            self._outgoing["down"] = Outgoing(post, team, packing, below, "down", max_leaving)
         if not team.is_last:
             above = team.ranks[team.place + 1]
-            self._incoming["down"] = Incoming(post, team, packing, above, "down", device)
-            self._outgoing["up"] = Outgoing(post, team, packing, above, "up", most)
+            self.incoming["down"] = Incoming(post, team, packing, above, "down", device)
+            self._outgoing["up"] = Outgoing(post, team, packing, above, "up", max_leaving)
 
     @property
     def num_bytes_sent(self) -> int:
@@ -86,7 +86,7 @@ class Mail:
         """Post receives early, if the backend matches by tag."""
         if not self._team.batches:
             for direction, num in Counter(leg.direction for leg in legs).items():
-                self._incoming[direction].expect(num)
+                self.incoming[direction].expect(num)
 
     def send(self, direction: Direction, message: Message) -> None:
         """Send a message to the next process, or to the one before."""
@@ -105,11 +105,11 @@ class Mail:
 
     def take(self, direction: Direction) -> Contents:
         """Wait for the next message; return its flow, gradients and, upwards, side inputs."""
-        return _contents(self._incoming[direction].take())
+        return _contents(self.incoming[direction].take())
 
     def allocate(self, direction: Direction) -> tuple[Buffers, Contents]:
         """Return memory for a message, of zeros, and the message in it."""
-        line = self._incoming[direction]
+        line = self.incoming[direction]
         buffers = line.allocate()
         for tensor in buffers.data:
             tensor.zero_()
@@ -117,18 +117,9 @@ class Mail:
 
     def take_into(self, direction: Direction, buffers: Buffers) -> None:
         """Wait for the next message, and leave it in these buffers."""
-        received = self._incoming[direction].take_buffers()
+        received = self.incoming[direction].take_buffers()
         if received is not buffers:
             torch._foreach_copy_(buffers.parts, received.parts)
-
-    def rotate(self, direction: Direction, rotation: Sequence[Buffers], num_read: int) -> None:
-        """Receive the next messages into these buffers, in turns (`Incoming.rotate`)."""
-        self._incoming[direction].rotate(rotation, num_read)
-
-    def stop_rotating(self) -> None:
-        """Allocate memory for every message again."""
-        for line in self._incoming.values():
-            line.stop_rotating()
 
     def exchange(self, t: int, group: int, entered: int) -> None:
         """Start the batch of a group of actions, if the backend matches by order."""
@@ -136,12 +127,10 @@ class Mail:
         if not self._team.batches:
             return
         due, arriving = self._directions(t, group, entered)
-        if directions != due:  # receives would match other messages
-            raise RuntimeError(
-                f"tick {t} sent {directions} and not {due}; this is a defect of redivider"
-            )
+        # Else receives would match other messages.
+        assert directions == due, f"tick {t} sent {directions} and not {due}"
         for direction in arriving:
-            self._incoming[direction].post_next()
+            self.incoming[direction].post_next()
         self._post.exchange()
         self.catch_up()
 

@@ -5,9 +5,9 @@ process works, or which rank it waits for. A process that raises writes its erro
 process follows the chain of waits to the rank that is not waiting, or has no heartbeat, and reports
 it as the cause. All processes raise the first reason that was reported.
 
-The thread also notices what the main thread cannot: that the GPU waits in vain, or that a call does
-not return. After a failure it aborts the communicators, so that the main thread can raise the
-reason. If that does not help, it exits the process.
+The thread also notices what the main thread cannot: a GPU that waits for a dead peer, or a call
+that does not return. After a failure it aborts the communicators, so that the main thread can raise
+the reason. If that does not help, it exits the process.
 """
 
 import os
@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from redivider.errors import PipelineError
 from redivider.pipeline.runners.pending import BEAT, TIMED_OUT, Pending, PendingTransfer
@@ -26,7 +26,19 @@ from redivider.pipeline.runners.process_group import Communicators
 GRACE = 10.0  # seconds from hearing of a failure until the process is killed
 SLACK = 5.0  # seconds beyond the timeout for a wait to raise by itself
 FAILURE = "failure"
-_Others: TypeAlias = tuple[list[int], dict[int, tuple[int, Any, str]]]  # silent ranks, heartbeats
+START = "its beginning"  # action of a process before its first tick
+
+
+class _Heartbeat(NamedTuple):
+    """Last heartbeat of a rank."""
+
+    written_at: int
+    waits_for: int | None
+    """Rank that it waits for; -1 for all, None if it works."""
+    action: str
+
+
+_Others: TypeAlias = tuple[list[int], dict[int, _Heartbeat]]  # silent ranks, last heartbeats
 
 
 class Watch:
@@ -61,8 +73,11 @@ class Watch:
         thread.start()
         weakref.finalize(self, _end, state, thread)  # at the interpreter's exit, too
 
-    def waiting(self, rank: int | None) -> "Waiting":
-        """Return a context for a wait for a rank, or for all; it turns errors into their cause."""
+    def waiting_for(self, rank: int | None) -> "Waiting":
+        """Return a context for a call that waits for a rank, or for all.
+
+        If the call fails, it raises the cause: the rank that has failed.
+        """
         return Waiting(self, self._state, rank)
 
     def follow(self, transfer: PendingTransfer) -> None:
@@ -74,17 +89,17 @@ class Watch:
         """Reported failure, if any."""
         return None if self._state.heard is None else self._error(self._state.heard)
 
-    def settle(self) -> None:
+    def wait_for_reason(self) -> None:
         """Wait until the thread knows why a communicator has failed, if one has."""
         deadline = time.monotonic() + GRACE
         while self._state.heard is None and self._communicators.have_failed():
             if self._state.is_over.wait(0.01) or time.monotonic() > deadline:
                 return
 
-    def verify_well(self) -> None:
+    def raise_failure(self) -> None:
         """Raise the reported failure, if any."""
         if self._state.pending.has_broken:
-            self.settle()
+            self.wait_for_reason()
         if self._state.heard is not None:
             self.close()
             raise self._error(self._state.heard)
@@ -106,24 +121,24 @@ class Watch:
         if self._has_failed:
             return
         self._has_failed = True
-        is_needed = self._state.has_lost or self._state.pending.is_busy()
+        is_needed = self._state.has_failed_wait or self._state.pending.is_busy()
         if is_needed and self._state.claim_abort():
             self._communicators.abort(GRACE, self._state.reason)
         self.close()
         has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self._rank == 0 and self._state.said is not None and not has_agent_store:
+        if self._rank == 0 and self._state.published is not None and not has_agent_store:
             time.sleep(3 * BEAT)  # this process may hold the store: let the others read it
 
     def name(self, rank: int) -> str:
         """Return a rank with its stages, for messages."""
         return self._board.name(rank)
 
-    def note(self, doing: str) -> None:
-        """Set what the heartbeat says that this process does."""
-        self._state.doing = doing
+    def note(self, action: str) -> None:
+        """Set the current action, which the heartbeat reports."""
+        self._state.action = action
 
     def _error(self, reason: str) -> PipelineError:
-        return PipelineError(reason, is_first=reason == self._state.said)
+        return PipelineError(reason, is_first=reason == self._state.published)
 
 
 class Waiting:
@@ -140,7 +155,7 @@ class Waiting:
         try:
             if isinstance(error, RuntimeError | ValueError):
                 if not isinstance(error, PipelineError):
-                    self._state.has_lost = True
+                    self._state.has_failed_wait = True
                     raise self._watch.find_reason(self._rank, str(error)) from error
         finally:
             self._state.waits_for = None
@@ -152,18 +167,18 @@ class _State:
     def __init__(self, communicators: Communicators, limit: float) -> None:
         self.waits_for: int | None = None  # -1 for all
         self.waits_since = 0.0
-        self.doing = "its beginning"
-        self.said: str | None = None
-        self.heard: str | None = None
+        self.action = START
+        self.published: str | None = None  # reason that this process has reported
+        self.heard: str | None = None  # reason that was reported first
         self.is_over = threading.Event()
-        self.has_lost = False  # a wait has failed
+        self.has_failed_wait = False
         self.pending = Pending(communicators, limit)
         self._abort_lock = threading.Lock()
 
     @property
     def reason(self) -> str:
         """Why the run fails, as far as this process knows."""
-        return self.said or self.heard or "a rank has failed"
+        return self.published or self.heard or "a rank has failed"
 
     def close(self) -> None:
         """Stop the thread."""
@@ -203,17 +218,17 @@ class _Board:
 
     def publish(self, reason: str) -> str:
         """Report why this process fails; return the reason that was reported first."""
-        self._state.said = reason
+        self._state.published = reason
         try:
             first: bytes = self._store.compare_set(FAILURE, "", reason)
         except RuntimeError:  # the store is gone with the process that held it
             return reason
         return first.decode() or reason
 
-    def find_reason(self, rank: int | None, error: str, others: "_Others | None" = None) -> str:
+    def find_reason(self, rank: int | None, error: str, others: _Others | None = None) -> str:
         """Return the cause of a failed wait: a reported one, or one that the heartbeats show."""
         try:
-            return self._find_reason(rank, error, others or self._look_around())
+            return self._find_reason(rank, error, others or self._find_silent_ranks())
         except RuntimeError:
             return self._state.heard or self.say_store_is_gone(rank)
 
@@ -221,7 +236,7 @@ class _Board:
         """Write a heartbeat: the time, the rank that is waited for, and the current action."""
         waits_for = self._state.find_awaited()
         awaited = "-" if waits_for is None else waits_for
-        text = f"{time.monotonic_ns()} {awaited} {self._state.doing}"
+        text = f"{time.monotonic_ns()} {awaited} {self._state.action}"
         self._store.set(f"rank {self.rank}", text)
 
     def read_failure(self) -> str | None:
@@ -229,12 +244,12 @@ class _Board:
         return self._store.get(FAILURE).decode() if self._store.check([FAILURE]) else None
 
     def find_stuck(self) -> str | None:
-        """Return the cause if this process waits in vain, else None."""
+        """Return the cause if this process waits for a rank that is stuck, else None."""
         stuck = self._state.find_stuck(self._timeout)
         if stuck is None:
             return None
         try:
-            others = self._look_around()
+            others = self._find_silent_ranks()
         except RuntimeError:
             return self.say_store_is_gone(stuck[0])
         if self._state.find_stuck(self._timeout) is None:
@@ -246,7 +261,7 @@ class _Board:
         stages = self._stages.get(rank)
         return f"rank {rank} ({stages})" if stages else f"rank {rank}"
 
-    def _find_reason(self, rank: int | None, error: str, others: "_Others") -> str:
+    def _find_reason(self, rank: int | None, error: str, others: _Others) -> str:
         silent, last = others
         reported = self.read_failure()
         if reported is not None:
@@ -267,8 +282,8 @@ class _Board:
         who = "another rank" if rank is None else self.name(rank)
         return f"the connection to {who} has broken: it has ended, or its machine has"
 
-    def _look_around(self) -> "_Others":
-        """Return the ranks without a heartbeat for four beats, and the last heartbeat of all.
+    def _find_silent_ranks(self) -> _Others:
+        """Return the ranks without a new heartbeat for four beats, and the last ones of all ranks.
 
         Return early once a failure is reported.
         """
@@ -279,32 +294,31 @@ class _Board:
             self.beat()
         now = {rank: self._read(rank) for rank in self._ranks}
         others = [rank for rank in self._ranks if rank != self.rank]
-        return [rank for rank in others if before[rank][0] == now[rank][0]], now
+        return [rank for rank in others if before[rank].written_at == now[rank].written_at], now
 
-    def _blame(
-        self, rank: int | None, silent: list[int], now: dict[int, tuple[int, Any, str]]
-    ) -> str:
+    def _blame(self, rank: int | None, silent: list[int], last: dict[int, _Heartbeat]) -> str:
+        """Return the reason of a timeout: silent ranks, or the end of the chain of waits."""
         if silent:
             names = ", ".join(map(self.name, silent))
             return f"{names}: gives no sign of life, and was waited for {self._timeout:g} s"
         culprit, seen = self.rank if rank is None else rank, {self.rank}
-        while culprit not in seen and now[culprit][1] is not None and now[culprit][1] >= 0:
+        while culprit not in seen and (awaited := last[culprit].waits_for) not in (None, -1):
             seen.add(culprit)
-            culprit = now[culprit][1]
-        if culprit == self.rank or now[culprit][1] is not None:  # blame one that does not wait
+            culprit = awaited
+        if culprit == self.rank or last[culprit].waits_for is not None:
+            # Blame a rank that does not wait.
             others = (other for other in self._ranks if other != self.rank)
-            culprit = next((other for other in others if now[other][1] is None), culprit)
+            culprit = next((other for other in others if last[other].waits_for is None), culprit)
         return (
-            f"{self.name(culprit)}: in {now[culprit][2]}, was waited for {self._timeout:g} s; it "
-            "hangs, or its work takes longer than `timeout`"
+            f"{self.name(culprit)}: in {last[culprit].action}, was waited for {self._timeout:g} s; "
+            "it hangs, or its work takes longer than `timeout`"
         )
 
-    def _read(self, rank: int) -> tuple[int, Any, str]:
-        """Return a rank's last heartbeat: its time, whom it waits for, and what it does."""
+    def _read(self, rank: int) -> _Heartbeat:
         if not self._store.check([f"rank {rank}"]):
-            return 0, None, "its beginning"
-        beat_at, waits_for, doing = self._store.get(f"rank {rank}").decode().split(" ", 2)
-        return int(beat_at), None if waits_for == "-" else int(waits_for), doing
+            return _Heartbeat(0, None, START)
+        written_at, awaited, action = self._store.get(f"rank {rank}").decode().split(" ", 2)
+        return _Heartbeat(int(written_at), None if awaited == "-" else int(awaited), action)
 
 
 def _end(state: _State, thread: threading.Thread) -> None:

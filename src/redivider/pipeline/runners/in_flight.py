@@ -58,7 +58,7 @@ class InFlight:
         return self.first + max(0, self.tick - lag)
 
     def inbox(self, direction: Direction, stage: int) -> dict[int, Message]:
-        """Return the messages that have come to a stage, by micro-batch."""
+        """Return the messages that have arrived at a stage, by micro-batch."""
         return (self.up if direction == "up" else self.down)[stage]
 
     def restart(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from redivider.errors import ChangedError
-from redivider.pipeline.stages.layout import is_dense
+from redivider.strides import is_dense
 from redivider.tree import tensors_of
 
 

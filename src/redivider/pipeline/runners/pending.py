@@ -88,7 +88,7 @@ class Pending:
         return None
 
     def close(self) -> None:
-        """Let the process go on, whatever is pending."""
+        """Cancel the exit timer for good, whatever is pending."""
         self._is_over = True
         self._stop_timer()
 

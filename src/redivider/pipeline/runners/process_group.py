@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from redivider._torch_private import nccl_group, prefix_store
 from redivider.errors import PipelineError
+from redivider.pipeline.runners.torchrun import attempt
 
 
 def join(device: torch.device, timeout: float = 300.0) -> None:
@@ -114,27 +115,15 @@ class Communicators:
             self.cancel_exit()
 
     def exit_later(self, seconds: float) -> None:
-        """Print where Python is and exit the process after some time, unless called again.
+        """Start the exit timer anew: after some time print where Python is, and exit the process.
 
         It needs no interpreter lock, which a thread that hangs in a CUDA call may hold.
         """
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
     def cancel_exit(self) -> None:
-        """Let the process go on."""
+        """Cancel the exit timer."""
         faulthandler.cancel_dump_traceback_later()
-
-
-def attempt() -> str:
-    """Return a name for this attempt of torchrun."""
-    return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def is_last_rank() -> bool:
-    """Return whether this process prints for all: the last one, or the only one."""
-    if "RANK" not in os.environ:
-        return True
-    return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
 
 def leave() -> None:

@@ -59,11 +59,6 @@ class BetweenProcesses(Transport):
         self._contexts: dict[int, tuple[dict[str, Any], Autocast]] = {}
         self._future_targets: dict[int, Any] = {}  # of micro-batches on their way to the last rank
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is noted of any micro-batch."""
-        return not self._contexts and not self._future_targets
-
     def enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> Message | None:
         team, autocast = self._team, Autocast(self._device)
         self._contexts[n] = (side, autocast)
@@ -164,7 +159,7 @@ class BetweenProcesses(Transport):
         norms = torch.stack(self._team.gather(mine, in_column=True)).sum(0)
         return list(norms.to(self._device))
 
-    def share(self, tick: Tick, t: int) -> Tick:
+    def report(self, tick: Tick, t: int) -> Tick:
         if self._share_loss:
             tick = self._with_loss(tick, t)
         if tick.loss is None and not self._team.is_last:
@@ -182,7 +177,7 @@ class BetweenProcesses(Transport):
         loss = torch.zeros((), dtype=torch.float64, device=self._team.device)
         if tick.loss is not None:
             loss.copy_(tick.loss.detach())
-        self._team.spread_in_column(loss, self._team.num_places - 1)
+        self._team.broadcast_in_column(loss, self._team.num_places - 1)
         if tick.loss is not None:
             return tick
         return Tick(self.in_flight.first + local, loss.to(self._device))

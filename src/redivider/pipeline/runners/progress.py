@@ -1,4 +1,4 @@
-"""How far a GPU has come, readable without a CUDA call.
+"""Progress of a GPU, readable without a CUDA call.
 
 A mark is a count that the GPU writes to pinned memory of the host when it reaches that point. In
 contrast to querying an event, reading it cannot block (see pending.py).

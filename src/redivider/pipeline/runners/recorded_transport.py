@@ -35,7 +35,7 @@ class Part:
     replay: Replay | None = None
     """Function that replays it; None if there is nothing to compute."""
     read: list[Source] = field(default_factory=list)
-    """Where messages come into the process that this part reads."""
+    """Sources of the messages that this part reads from outside of the process."""
     sent: list[tuple[Direction, list[Tensor]]] = field(default_factory=list)
     """Messages that leave the process after it, as they travel."""
     group: int | None = None
@@ -85,7 +85,7 @@ class RecordedTransport(TickTransport):
         if source not in self._messages.fixed:
             return self.in_flight.inbox(direction, stage).pop(n)
         self._part.read.append(source)
-        # What the message holds may be in flight for several ticks, and a later one overwrites it.
+        # Its tensors may be in flight for several ticks, and a later message overwrites the memory.
         return self._messages.fixed[source][self._recording.phase].cloned(n)
 
     def deliver(self, direction: Direction, stage: int, message: Message) -> None:
@@ -121,7 +121,7 @@ class RecordedTransport(TickTransport):
     def forget(self, stage: int, n: int) -> None:
         pass
 
-    def share(self, tick: Tick, t: int) -> Tick:
+    def report(self, tick: Tick, t: int) -> Tick:
         return tick
 
     def _end_part(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from redivider.pipeline.runners.in_flight import Inboxes
-from redivider.tree import tensors_of
+from redivider.tree import storages_of, tensors_of
 
 if TYPE_CHECKING:
     from redivider.pipeline.pipeline import Pipeline
@@ -63,11 +63,11 @@ class TickState:
     def copy_to(self, other: "TickState") -> None:
         """Copy all tensors into the memory of another state.
 
-        The two may share memory: a tensor that stays in flight may lie where another one goes.
-        Such a tensor is cloned before anything is written.
+        The two may share memory: the copy of one tensor may overwrite another one, which stays in
+        flight. So such a tensor is cloned before anything is written.
         """
         sources, targets = self._tensors(), other._tensors()
-        overwritten = {target.untyped_storage().data_ptr() for target in targets}
+        overwritten = {storage.data_ptr() for storage in storages_of(targets)}
         sources = [
             source.clone() if source.untyped_storage().data_ptr() in overwritten else source
             for source in sources

@@ -1,8 +1,10 @@
 """Processes of a pipeline: which ranks form a replica, and how they wait for each other.
 
-            stage 0  1  2  3
-    data 0  rank  0  1  2  3     messages travel along a row,
-    data 1  rank  4  5  6  7     gradients are averaged down a column of this table
+              column 0   column 1
+    stage 0   rank 0     rank 4       a column is a replica: messages travel up and down a column,
+    stage 1   rank 1     rank 5       gradients are averaged along a row
+    stage 2   rank 2     rank 6
+    stage 3   rank 3     rank 7
 
 Every wait ends after `timeout` seconds, with an error that names a rank. With NCCL the GPU waits
 and the host runs ahead. Where the host needs a result it polls, because it could not leave a
@@ -13,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,8 +29,9 @@ from redivider._torch_private import backend_of, default_store, prefix_store
 from redivider.errors import Agreed, PipelineError
 from redivider.pipeline.runners.heartbeat import Watch
 from redivider.pipeline.runners.pending import PendingTransfer
-from redivider.pipeline.runners.process_group import Communicators, attempt, backend_for, join
+from redivider.pipeline.runners.process_group import Communicators, backend_for, join
 from redivider.pipeline.runners.progress import Mark, NoProgress, Progress
+from redivider.pipeline.runners.torchrun import attempt
 
 _num_teams = 0
 
@@ -37,7 +40,7 @@ class Team:
     """Position of this process among the others, and its waits and collectives.
 
     Args:
-        mesh: Data x stage, or stages alone; None for all ranks in one column.
+        mesh: Data (columns) x stage, or stages alone; None for all ranks in one column.
         device: Where the model is.
         timeout: Seconds to wait for another process.
     """
@@ -46,22 +49,23 @@ class Team:
         global _num_teams
         join(device, timeout)
         num = dist.get_world_size()
-        table = torch.arange(num) if mesh is None else mesh.mesh
-        table = table if table.ndim > 1 else table[None]
+        columns = torch.arange(num) if mesh is None else mesh.mesh
+        columns = columns if columns.ndim > 1 else columns[None]
         if mesh is not None and mesh.mesh_dim_names not in (("data", "stage"), ("stage",)):
             raise ValueError(
                 'the mesh must have the dimensions ("data", "stage") or ("stage",), got '
                 f"{mesh.mesh_dim_names} of {tuple(mesh.mesh.shape)}"
             )
-        if sorted(table.flatten().tolist()) != list(range(num)):
+        if sorted(columns.flatten().tolist()) != list(range(num)):
             raise ValueError(
-                f"the mesh must hold every rank once, got {table.tolist()} of {num} ranks"
+                f"the mesh must hold every rank once, got {columns.tolist()} of {num} ranks"
             )
         self.rank = dist.get_rank()
-        self.column, self.place = (int(index) for index in (table == self.rank).nonzero()[0])
-        self.ranks = [int(rank) for rank in table[self.column]]
-        self.num_columns, self.num_places = len(table), len(self.ranks)
-        self.everyone = [int(rank) for rank in table.flatten()]
+        self.column, self.place = (int(index) for index in (columns == self.rank).nonzero()[0])
+        self.ranks = [int(rank) for rank in columns[self.column]]
+        """Ranks of this column."""
+        self.num_columns, self.num_places = len(columns), len(self.ranks)
+        self.everyone = [int(rank) for rank in columns.flatten()]
         self.is_first = self.rank == self.everyone[0]
         self.stage_group = dist.group.WORLD if mesh is None else mesh.get_group("stage")
         self.data_group = mesh.get_group("data") if mesh is not None and mesh.ndim == 2 else None
@@ -74,7 +78,7 @@ class Team:
         self._on_gpu = waits_on_device(self.device)
         self._known: Exception | None = None  # error that the other processes know
         self._progress = Progress(self.device) if self._on_gpu else NoProgress()
-        self._begun: deque[list[Callable[[], None]]] = deque([[]])  # waits, by exchange
+        self._waits: deque[list[Callable[[], None]]] = deque([[]])  # by exchange
         shared = default_store()
         prefix = f"redivider-{attempt()}-{_num_teams}"
         self._store = prefix_store(prefix, shared)
@@ -100,9 +104,9 @@ class Team:
         if sys.exception() is None:
             self._known = None  # an error keeps the memory of its frames
         try:
-            self.watch.verify_well()
+            self.watch.raise_failure()
             yield
-            self.watch.verify_well()
+            self.watch.raise_failure()
         except Exception as error:
             if error is self._known or isinstance(error, Agreed):
                 raise
@@ -112,7 +116,7 @@ class Team:
             if cause is None and not isinstance(error, PipelineError):
                 self.watch.publish(f"{self.watch.name(self.rank)}: {text}")
             elif cause is not None and str(cause).endswith(text):
-                cause = None  # all have the same error, and raise it whoever reported it first
+                cause = None  # all ranks have the same error, and each raises its own
             self.watch.fail()
             self._known = cause or error
             if cause is not None:
@@ -129,7 +133,7 @@ class Team:
         An aborted transfer leaves arbitrary numbers in GPU memory, and the loss may be NaN from
         them.
         """
-        self.watch.settle()
+        self.watch.wait_for_reason()
         return self.watch.heard
 
     def name_stages(self, place: int, stages: str) -> None:
@@ -139,7 +143,7 @@ class Team:
 
     def wait(self, work: Any, rank: int | None = None) -> None:
         """Wait for a transfer with a rank, or for a collective; on a GPU, queue the wait."""
-        with self.talking(rank):
+        with self.watch.waiting_for(rank):
             if self._on_gpu:
                 work.wait()
             else:
@@ -147,11 +151,11 @@ class Team:
 
     def finish(self, work: Any, rank: int | None = None) -> None:
         """Wait on the host, and raise if the transfer has failed."""
-        with self.talking(rank):
+        with self.watch.waiting_for(rank):
             if self._on_gpu:
                 self._poll(work.is_completed)
             work.wait(timedelta(seconds=self.timeout))
-            self.watch.verify_well()  # an aborted transfer counts as completed, too
+            self.watch.raise_failure()  # an aborted transfer counts as completed, too
 
     def mark(self) -> Mark:
         """Mark this point of the GPU's work."""
@@ -166,10 +170,10 @@ class Team:
             if self._on_gpu:
                 self._follow(PendingTransfer(rank, start, self._progress.mark_behind(work)))
             else:
-                self._begun[-1].append(partial(self.finish, work, rank))
+                self._waits[-1].append(partial(self.finish, work, rank))
 
     def _follow(self, transfer: PendingTransfer) -> None:
-        self._begun[-1].append(partial(self._await, transfer))
+        self._waits[-1].append(partial(self._await, transfer))
         self.watch.follow(transfer)
 
     def _await(self, transfer: PendingTransfer) -> None:
@@ -177,41 +181,37 @@ class Team:
 
         A failed transfer is not passed until the watch has found the reason and aborts it.
         """
-        with self.talking(transfer.rank):
+        with self.watch.waiting_for(transfer.rank):
             # The host is ticks ahead: a long pause costs the GPU nothing, and few polls little.
             self._poll(transfer.end.has_passed, longest=1e-3)
-            self.watch.verify_well()
+            self.watch.raise_failure()
 
     def catch_up(self, ticks: int = 0) -> None:
         """Wait on the host for all registered transfers except those of the last few ticks."""
-        self._begun.append([])
-        while len(self._begun) > ticks + 1:
-            for wait in self._begun.popleft():
+        self._waits.append([])
+        while len(self._waits) > ticks + 1:
+            for wait in self._waits.popleft():
                 wait()
 
     def put_note(self, key: str, text: str) -> None:
         """Write a text to the store, for another rank."""
-        with self.talking(None):
+        with self.watch.waiting_for(None):
             self._store.set(f"note {key}", text)
 
     def take_note(self, key: str, rank: int) -> str:
         """Return the text that a rank writes under this key, and delete it; wait for it."""
         key = f"note {key}"
-        with self.talking(rank):
+        with self.watch.waiting_for(rank):
             self._poll(lambda: self._store.check([key]), longest=5e-3)
             text: str = self._store.get(key).decode()
             self._store.delete_key(key)
         return text
 
-    def talking(self, rank: int | None) -> AbstractContextManager[None]:
-        """Return a context for a call that fails if another process dies: it names that rank."""
-        return self.watch.waiting(rank)
-
     def _poll(self, is_done: Callable[[], bool], longest: float = 2e-4) -> None:
         """Poll until done, with pauses that grow up to `longest` seconds."""
         deadline, pause = time.monotonic() + self.timeout, 5e-5
         while not is_done():
-            self.watch.verify_well()
+            self.watch.raise_failure()
             if time.monotonic() > deadline:
                 raise RuntimeError("timed out")
             time.sleep(pause)
@@ -221,7 +221,7 @@ class Team:
         """Create all communicators now: torch requires every rank in a group's first operation."""
         for group in groups:
             flag = torch.zeros(1, device=self.device)
-            with self.talking(None):
+            with self.watch.waiting_for(None):
                 try:
                     work = dist.all_reduce(flag, group=group, async_op=True)
                 except dist.DistBackendError as error:
@@ -238,13 +238,13 @@ class Team:
             bucket = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self.device)
             work = dist.all_reduce(flat, group=self.data_group, async_op=True)
-            self._settle(work, is_for_host=bucket[0].device.type == "cpu")
+            self._finish_collective(work, is_for_host=bucket[0].device.type == "cpu")
             flat.div_(self.num_columns)
             parts = torch.split(flat, [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast_to_replicas(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast the tensors of the first replica to the others."""
         if self.data_group is None or self.num_columns == 1:
             return
@@ -252,7 +252,7 @@ class Team:
         for tensor in tensors:
             self._broadcast(tensor, source, self.data_group)
 
-    def spread_in_column(self, tensor: Tensor, place: int) -> None:
+    def broadcast_in_column(self, tensor: Tensor, place: int) -> None:
         """Broadcast a tensor of one rank to the others of its column."""
         self._broadcast(tensor, self.ranks[place], self.stage_group)
 
@@ -261,7 +261,7 @@ class Team:
         if sent.numel():  # as bytes: backends do not know all dtypes
             data = sent.reshape(-1).view(torch.uint8)
             work = dist.broadcast(data, source, group=group, async_op=True)
-            self._settle(work, source, is_for_host=tensor.device.type == "cpu")
+            self._finish_collective(work, source, is_for_host=tensor.device.type == "cpu")
         if self.rank != source:
             tensor.detach().copy_(sent)
 
@@ -272,11 +272,13 @@ class Team:
         numbers = dist.get_process_group_ranks(group)
         gathered = [torch.empty_like(sent) for _ in numbers]
         work = dist.all_gather(gathered, sent, group=group, async_op=True)
-        self._settle(work, is_for_host=tensor.device.type == "cpu")
+        self._finish_collective(work, is_for_host=tensor.device.type == "cpu")
         order = self.ranks if in_column else self.everyone
         return [gathered[numbers.index(rank)].to(tensor.device) for rank in order]
 
-    def _settle(self, work: Any, rank: int | None = None, *, is_for_host: bool = False) -> None:
+    def _finish_collective(
+        self, work: Any, rank: int | None = None, *, is_for_host: bool = False
+    ) -> None:
         """Wait for a collective, on the host if its result is wanted there."""
         if is_for_host or not self._on_gpu:
             self.finish(work, rank)
@@ -285,15 +287,8 @@ class Team:
             self.wait(work, rank)
             self._follow(PendingTransfer(rank, start, self.mark()))
 
-    def tell_all(self, text: str) -> list[str]:
-        """Gather a text from all ranks, in mesh order."""
-        return self._tell(text, in_column=False)
-
-    def tell_column(self, text: str) -> list[str]:
-        """Gather a text from the ranks of this column."""
-        return self._tell(text, in_column=True)
-
-    def _tell(self, text: str, *, in_column: bool) -> list[str]:
+    def gather_text(self, text: str, *, in_column: bool = False) -> list[str]:
+        """Return the texts of all ranks, or of a column, in mesh order."""
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else None
         size = torch.tensor([0 if data is None else len(data)])
         sizes = [int(length) for length in self.gather(size, in_column=in_column)]
@@ -304,7 +299,7 @@ class Team:
         pairs = zip(rows, sizes, strict=True)
         return [bytes(row[:length].tolist()).decode() for row, length in pairs]
 
-    def agree(self, number: float) -> float:
+    def max_over_ranks(self, number: float) -> float:
         """Return the largest of all ranks' numbers."""
         numbers = self.gather(torch.tensor([number], dtype=torch.float64))
         return max(map(float, numbers))

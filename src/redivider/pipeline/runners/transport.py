@@ -7,7 +7,7 @@ A tick calls it in this order, whatever moves the messages:
       fetch, run a stage, deliver     for every action of a group
       exchange                        after the group; then stages compute what is not sent
       average                         gradients over replicas, before the updates
-    share                             the loss, after the tick
+    report                            the loss, after the tick
 """
 
 from abc import ABC, abstractmethod
@@ -48,7 +48,7 @@ class TickTransport(ABC):
 
     @property
     def sources(self) -> list[Source]:
-        """Where messages come into this process, micro-batches that enter included."""
+        """Sources of the messages that come into this process, with micro-batches that enter."""
         sources: list[Source] = [("up", self.own[0])]
         if self.own[-1] < self.in_flight.schedule.num_stages - 1:
             sources.append(("down", self.own[-1]))
@@ -88,7 +88,7 @@ class TickTransport(ABC):
         """Average what replicas of stages share, before these are updated."""
 
     @abstractmethod
-    def share(self, tick: Tick, t: int) -> Tick:
+    def report(self, tick: Tick, t: int) -> Tick:
         """Return the result of tick t as this process reports it."""
 
     def _put(self, direction: Direction, stage: int, message: Message) -> None:
@@ -167,5 +167,5 @@ class InProcess(Transport):
     def average(self, stages: Sequence[Stage]) -> None:
         pass
 
-    def share(self, tick: Tick, t: int) -> Tick:
+    def report(self, tick: Tick, t: int) -> Tick:
         return tick

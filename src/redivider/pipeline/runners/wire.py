@@ -9,7 +9,7 @@ memory.
 gloo    matches by tag. A transfer begins at once. Receives are posted up to `latency` ticks ahead.
 NCCL    matches by order. All transfers of a tick begin in one batch at its end: what is sent in a
         tick has its receive posted in the same tick. So the batches of neighbours mirror each
-        other, whatever fits into NCCL's buffers. They run beside the next ticks.
+        other, and cannot deadlock when NCCL's buffers are full. They run beside the next ticks.
 
     tick t:  rank 0  F B  [send up,   recv down]        read at tick t + latency
              rank 1  F B  [send down, recv up  ]
@@ -37,7 +37,7 @@ from torch.utils._pytree import (
 from redivider._torch_private import Operation, begin_batch
 from redivider.pipeline.runners.topology import Team
 from redivider.pipeline.stages.compression import Packing
-from redivider.pipeline.stages.layout import dense, order_of
+from redivider.strides import dense, inverse, memory_order
 
 NUM_TENSORS = 2**10  # of a message, at most
 NUM_TEAMS = 2**5  # pipelines that may be at work at once
@@ -58,12 +58,8 @@ class Transfer:
         self.works: list[Any] = []
 
     def wait(self) -> None:
-        """Wait for all of them."""
-        if self.is_queued:
-            raise RuntimeError(
-                f"a transfer with rank {self.rank} is waited for before it has begun; this is a "
-                "defect of redivider"
-            )
+        """Wait for all tensors."""
+        assert not self.is_queued, f"a transfer with rank {self.rank} has not begun"
         for work in self.works:
             self._team.wait(work, self.rank)
         # Also for the other transfers of a batch, which share the list: all waits are on the stream
@@ -92,7 +88,7 @@ class Post:
         else:
             function: Any = dist.isend if direction == "send" else dist.irecv
             group = self._team.stage_group
-            with self._team.talking(rank):
+            with self._team.watch.waiting_for(rank):
                 transfer.works = [function(d, rank, group=group, tag=tag + i) for i, d in parts]
         return transfer
 
@@ -105,7 +101,7 @@ class Post:
         ranks = {transfer.rank for transfer in queued}
         rank = ranks.pop() if len(ranks) == 1 else None
         start = self._team.mark()
-        with self._team.talking(rank):
+        with self._team.watch.waiting_for(rank):
             works = begin_batch(self._team.stage_group, batch)
         for transfer in queued:
             if transfer.is_queued:
@@ -130,10 +126,10 @@ class Outgoing:
     packing: Packing
     rank: int
     kind: Kind
-    most: int
+    max_leaving: int
     """Messages that may be on their way before one more waits for the first of them."""
     number: int = 0
-    """Number of this line among those of its kind to that rank."""
+    """Number of this line among the lines of its kind to that rank."""
     bytes_sent: int = 0
     _num: int = 0
     _layout: Layout | None = None
@@ -141,11 +137,11 @@ class Outgoing:
     _leaving: deque[Transfer] = field(default_factory=deque)
 
     def send(self, tree: Any, exact: Any) -> None:
-        """Send a message, and what must not be rounded of it."""
+        """Send a message: a tree that may be rounded, and one that must stay exact."""
         self.send_packed(self.pack(tree, exact))
 
     def pack(self, tree: Any, exact: Any) -> list[Tensor]:
-        """Return the bytes of a message as they travel, in one tensor or in several."""
+        """Return the bytes of a message as they travel, in one or several tensors."""
         leaves, spec = tree_flatten((tree, exact))
         num = len(tree_leaves(tree))
         packed = [
@@ -155,9 +151,9 @@ class Outgoing:
             for i, leaf in enumerate(leaves)
         ]
         self._verify_layout(spec, leaves, packed)
-        parts = [part for some in packed if some is not None for part in some]
+        parts = [part for tensors in packed if tensors is not None for part in tensors]
         # As bytes: no backend supports all dtypes.
-        flat = [_bytes_of(p if p.is_contiguous() else p.permute(order_of(p))) for p in parts]
+        flat = [_bytes_of(p if p.is_contiguous() else p.permute(memory_order(p))) for p in parts]
         if _are_joined([part.nbytes for part in flat]):
             flat = [torch.cat([part.to(flat[0].device) for part in flat])]
         return flat
@@ -169,11 +165,11 @@ class Outgoing:
         self._leaving.append(self.post.begin("send", flat, self.rank, tag))
         self.bytes_sent += sum(part.nbytes for part in flat)
         self._num += 1
-        self.finish(self.most)
+        self.finish(self.max_leaving)
 
-    def finish(self, most: int = 0) -> None:
+    def finish(self, max_leaving: int = 0) -> None:
         """Wait until all messages except the last few have been sent."""
-        while len(self._leaving) > most:
+        while len(self._leaving) > max_leaving:
             self._leaving.popleft().wait()
 
     def _verify_layout(
@@ -217,9 +213,9 @@ class Incoming:
     rank: int
     kind: Kind
     device: torch.device
-    """Where messages are wanted."""
+    """Device on which messages are wanted."""
     number: int = 0
-    """Number of this line among those of its kind from that rank."""
+    """Number of this line among the lines of its kind from that rank."""
     _num: int = 0
     _layout: Layout | None = None
     _posted: deque[tuple[Transfer, Buffers]] = field(default_factory=deque)
@@ -266,7 +262,7 @@ class Incoming:
 
         Args:
             rotation: The buffers; the first ones are for the next message that a tick reads.
-            num_read: Messages that were taken, but that no tick has read.
+            num_read: Messages that were received, but that no tick has read.
         """
         self._rotation = rotation
         self._first = self._num - len(self._posted) - num_read
@@ -306,7 +302,7 @@ class Incoming:
                 continue
             dtype, *wired = layout
             tensors = [
-                next(parts).permute(_inverse(order)).to(self.device, non_blocking=True)
+                next(parts).permute(inverse(order)).to(self.device, non_blocking=True)
                 for _, _, order in wired
             ]
             leaves.append(self.packing.unpack(tensors, dtype_of(dtype)))
@@ -340,7 +336,7 @@ def _tag(team: int, kind: Kind, num: int) -> int:
 
 
 def _are_joined(sizes: Sequence[int]) -> bool:
-    """Return whether tensors of so many bytes are sent as one; both sides ask.
+    """Return whether tensors of these sizes, in bytes, are sent as one; both sides compute it.
 
     Inside of one buffer, a dtype begins at a multiple of its size.
     """
@@ -369,11 +365,11 @@ def _on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _layout_of(tensor: Tensor) -> list[Any]:
-    return [list(tensor.shape), name_of(tensor.dtype), order_of(tensor)]
+    return [list(tensor.shape), name_of(tensor.dtype), memory_order(tensor)]
 
 
 def _differ(before: Layout, now: Layout) -> str:
-    """Return why a message cannot follow another one."""
+    """Return the text of an error: a message has another layout than the messages before it."""
     if before[0] == now[0]:
         for one, other in zip(before[1], now[1], strict=True):
             if one != other and not _is_tensor(one):
@@ -403,7 +399,3 @@ def _plain(leaf: Any) -> Any:
         f"a side input of a DistributedPipeline holds a {type(leaf).__name__}; only tensors, "
         "numbers and strings travel"
     )
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]

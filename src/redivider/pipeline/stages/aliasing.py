@@ -23,6 +23,5 @@ def unaliased(value: Any, tensors: Iterable[Tensor]) -> Any:
 
 
 def _storage(tensor: Tensor) -> int | None:
-    # A sparse tensor has no storage of its own. All of them count as one, so as to clone too often
-    # rather than too rarely.
+    # Sparse tensors have no storage, and count as one: a needless clone is harmless.
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None

@@ -1,8 +1,8 @@
 """Weights in the precision of autocast, cast once per update instead of at every use.
 
 Autocast casts a weight whenever a product or a convolution uses it. In a pipeline that is twice a
-tick, in the forward and in the recovery, and the gradient is cast back once more. A unit that runs
-with the cast weight computes the same numbers without these casts.
+tick, in the forward and in the recovery, and the gradient is cast back as well. A unit that runs
+with the cast copy computes the same numbers without these casts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,20 +31,20 @@ class Casts:
 
     def substitute(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Return the weights, with copies in place of those that have one."""
-        self.follow()
+        self.refresh_if_stale()
         return [self.copies.get(weight, weight) for weight in weights]
 
     def mark_fresh(self) -> None:
         """Record that the copies match the current weights."""
         self._versions = [weight._version for weight in self.copies]
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """Force a cast before the next use, even if no weight seems to have changed."""
         self._versions = [-1]
 
-    def follow(self) -> None:
+    def refresh_if_stale(self) -> None:
         """Cast again if weights were changed outside of an update, e.g. by the caller."""
-        # Autograd's counter of in-place changes tells, without comparing numbers.
+        # Autograd's counter of in-place changes shows it, without a comparison of numbers.
         if self._versions != [weight._version for weight in self.copies]:
             refresh([self])
 

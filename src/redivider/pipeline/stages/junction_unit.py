@@ -29,9 +29,7 @@ class JunctionUnit(Unit):
         return flow
 
     def _argument(self, flow: Flow) -> Any:
-        if flow.dtype is None:
-            return flow.value
-        return tuple(self.arithmetic.real(stream, flow.dtype) for stream in flow.value)
+        return flow.real(self.arithmetic)
 
     def _result(
         self, flow: Flow, argument: Any, output: Any, weights: Sequence[Tensor] | None = None

@@ -1,7 +1,7 @@
 """Look-ahead: a forward by weights that are predicted for the time of the backward.
 
-Between the forward and the backward of a micro-batch a stage updates its weights n times. So
-forward and backward run by weights that are nearer to each other.
+Between the forward and the backward of a micro-batch a stage updates its weights n times. With
+look-ahead the weights of the two are closer to each other.
 
     current weights   w0 --update--> w1 --update--> w2 --update--> w3         (n = 3)
     one micro-batch   forward                                      backward
@@ -49,7 +49,7 @@ class Prediction:
 
 
 class Ahead(ABC):
-    """Correction for gradients that come late: predicted weights, or other updates."""
+    """Correction for late gradients: predicted weights, or changed updates."""
 
     changes_updates = False
     """Whether weights change after a step of the optimizer."""
@@ -102,7 +102,7 @@ class ByDisplacement(WithDisplacements):
         for param in params:
             if param not in self._displacements:
                 self._displacements[param] = torch.empty_like(param)
-        # Kept as a difference: what a caller does to weights between two updates is no motion.
+        # Only the step itself counts: a caller may change weights between two updates.
         displacements = [self._displacements[param] for param in params]
         torch._foreach_copy_(displacements, params)
         yield
@@ -114,7 +114,7 @@ class Lead(WithDisplacements):
     """Updates that go further where the last one has grown.
 
     Args:
-        late: Updates by which gradients come late.
+        late: Number of updates by which gradients are late.
     """
 
     changes_updates = True

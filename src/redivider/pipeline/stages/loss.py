@@ -32,7 +32,7 @@ class Loss:
         self._index = index
         self._seed = seed
 
-    def hang_in(self, stage: Stage) -> None:
+    def attach_to(self, stage: Stage) -> None:
         """Add the loss to the last stage's module, so that its optimizer trains the parameters."""
         if any(True for _ in self.module.parameters()):
             if "loss" in stage.module._modules:
@@ -88,18 +88,13 @@ class Loss:
         Returns:
             The run, the number of tensors of the model's output, and the loss's parameters.
         """
-        n, flow = message.microbatch, message.flow
-        output = (
-            flow.value
-            if flow.dtype is None
-            else tuple(arithmetic.real(stream, flow.dtype) for stream in flow.value)
-        )
+        output = message.flow.real(arithmetic)
         call, tensors = Call.split(self.module, (output, message.target), {})
         values = tensors_of(output)
         needs = [is_differentiable(value) for value in values]
         needs += [False] * (len(tensors) - len(values) - len(call.parameters))
         needs += [parameter.requires_grad for parameter in call.parameters]
-        randomness = Seeded(self._seed, n, self._index, values[0].device)
+        randomness = Seeded(self._seed, message.microbatch, self._index, values[0].device)
         record = Record(call.modules, values[0].device, randomness=randomness)
         result = evaluate(call, tensors, needs, record=record)
         run: GraphRun = result[0] if isinstance(result, tuple) else result

@@ -1,4 +1,4 @@
-"""Values that travel: between units of a stage as a `Flow`, between stages as a `Message`."""
+"""Values that move through a pipeline: a `Flow` between units, a `Message` between stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redivider.arithmetic import Arithmetic
 from redivider.pipeline.stages.compression import Packing
-from redivider.pipeline.stages.layout import dense
 from redivider.replay.autocast import Autocast
+from redivider.strides import dense
 from redivider.tree import map_tensors
 
 
@@ -20,6 +21,12 @@ class Flow:
     value: Any
     dtype: torch.dtype | None = None
     """Real dtype of streams in stored form; None for any other value."""
+
+    def real(self, arithmetic: Arithmetic) -> Any:
+        """Return the value as modules take it: streams in their real form."""
+        if self.dtype is None:
+            return self.value
+        return tuple(arithmetic.real(stream, self.dtype) for stream in self.value)
 
 
 @dataclass
@@ -39,7 +46,7 @@ class Message:
 
     @property
     def contents(self) -> tuple[Any, ...]:
-        """All that holds tensors."""
+        """Everything in it that holds tensors."""
         return self.flow.value, self.side, self.target, self.grads
 
     def cloned(self, microbatch: int) -> "Message":

@@ -53,7 +53,7 @@ def _unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _load_buffers(module: nn.Module, saved: dict[str, Tensor]) -> None:
-    """Restore buffers, also those that have another shape or dtype now, or are None."""
+    """Restore buffers, also where the current one has another shape or dtype, or is None."""
     places = places_of_buffers(module) if saved else {}
     for path, value in saved.items():
         submodule, name = places[path]

@@ -58,7 +58,7 @@ def place_units(
     seed: int,
     own: range,
 ) -> dict[str, Unit]:
-    """Build the units of this process's stages, and tell them their places in the pipeline.
+    """Build the units of this process's stages, with their places in the pipeline.
 
     Args:
         units: All units of the model, by name.

@@ -31,7 +31,7 @@ def pull_back_first(
     They are computed when it is called, if that repeats no work.
     """
     first, others = run.leaves[:num], run.leaves[num:]
-    wanted, later = ([leaf for leaf in some if leaf.requires_grad] for some in (first, others))
+    wanted, later = ([leaf for leaf in leaves if leaf.requires_grad] for leaves in (first, others))
     edges, entering = run.entering(grads)
     if edges and wanted and later:
         computed, finish = SplitGraph(edges, wanted, later).pull_back(entering)
@@ -89,11 +89,11 @@ class SplitGraph:
             for node, indices in self._products.items():
                 if node not in entered:
                     continue  # no gradient has come here
-                some = [(i, grad) for i, grad in enumerate(entered[node]) if grad is not None]
+                pairs = [(i, grad) for i, grad in enumerate(entered[node]) if grad is not None]
                 computed = torch.autograd.grad(
-                    [GradientEdge(node, i) for i, _ in some],
+                    [GradientEdge(node, i) for i, _ in pairs],
                     [self._weights[index] for index in indices],
-                    [grad for _, grad in some],
+                    [grad for _, grad in pairs],
                     retain_graph=True,
                     allow_unused=True,
                 )
@@ -117,31 +117,31 @@ def _note(entered: dict[Any, Any], node: Any) -> Callable[..., Any]:
 def _find_owners(
     roots: Sequence[GradientEdge], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> dict[Any, list[int]]:
-    """Return the nodes on the way to the inputs from which a way leads to weights alone."""
+    """Return, for nodes on a path to the inputs, the weights that their other paths lead to."""
     ends = {tensor.grad_fn for tensor in inputs}
     places = {id(weight): index for index, weight in enumerate(weights)}
-    leads: dict[Any, bool] = {}  # to an input
-    owned: dict[Any, set[int]] = {}
+    leads_to_input: dict[Any, bool] = {}
+    reached: dict[Any, set[int]] = {}  # weights, by all paths from a node
     owners: dict[Any, list[int]] = {}
     stack: list[tuple[Any, bool]] = [(edge.node, False) for edge in roots]
     while stack:
         node, is_done = stack.pop()
-        if node in leads:
+        if node in leads_to_input:
             continue
         following = [] if node in ends else [after for after, _ in node.next_functions if after]
         if not is_done:
             stack.append((node, True))
-            stack += [(after, False) for after in following if after not in leads]
+            stack += [(after, False) for after in following if after not in leads_to_input]
             continue
-        leads[node] = node in ends or any(leads[after] for after in following)
+        leads_to_input[node] = node in ends or any(leads_to_input[after] for after in following)
         variable = None if following else getattr(node, "variable", None)
-        owned[node] = {places[id(variable)]} if id(variable) in places else set()
+        reached[node] = {places[id(variable)]} if id(variable) in places else set()
         for after in following:
-            owned[node] |= owned[after]
-        apart = set().union(*(owned[after] for after in following if not leads[after]))
-        if leads[node] and apart:
-            owners[node] = sorted(apart)
+            reached[node] |= reached[after]
+        aside = set().union(*(reached[after] for after in following if not leads_to_input[after]))
+        if leads_to_input[node] and aside:
+            owners[node] = sorted(aside)
     for edge in roots:
-        if not leads[edge.node] and owned[edge.node]:
-            owners[edge.node] = sorted(owned[edge.node])
+        if not leads_to_input[edge.node] and reached[edge.node]:
+            owners[edge.node] = sorted(reached[edge.node])
     return owners

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from redivider.pipeline.stages.compiled_update import CompiledUpdate
 
 
-# Options of an optimizer that say how it computes, here and now: a state does not change them.
+# Options that choose an optimizer's kernels: loading a state leaves them as they are here.
 KERNELS = ("fused", "foreach", "capturable")
 
 
@@ -245,7 +245,7 @@ class Stage:
         """Updates between the next forward and its backward; 0 without look-ahead."""
         if self.ahead is None or self.optimizer is None:
             return 0
-        # All micro-batches in flight in this stage have their backward before.
+        # The backward of every micro-batch that is in flight in this stage comes first.
         return (self.num_pending + len(self.units[0].kept)) // self.accumulate
 
     def forget_prediction(self) -> None:
@@ -257,18 +257,13 @@ class Stage:
         if self.ahead is None or self.optimizer is None:
             return None
         num = self.num_ahead
-        cached_key, prediction = self._predicted
         # The caller may have changed weights, or frozen some, between two updates.
         trained = [param for group in self.groups for param in group["params"]]
         key = self.num_updates, num, [(param._version, param.requires_grad) for param in trained]
-        if prediction is None or cached_key != key:
-            prediction = None
+        if self._predicted[0] != key:
             self.forget_prediction()  # free its memory before the new one is allocated
-            prediction = Prediction(0, {})
-            if num:
-                prediction = self.ahead.predict(num)
-            self._predicted = (key, prediction)
-        return prediction
+            self._predicted = key, self.ahead.predict(num) if num else Prediction(0, {})
+        return self._predicted[1]
 
     def _clip(self, grads: Sequence[Tensor], clip: Clip, other_norms: Iterable[Tensor]) -> None:
         if not grads:

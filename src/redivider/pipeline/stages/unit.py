@@ -27,18 +27,19 @@ from redivider.arithmetic import Arithmetic
 from redivider.backward.strategy import Keep
 from redivider.chain import taken
 from redivider.errors import UnitError
-from redivider.pipeline.methods import Method, Version
+from redivider.pipeline.methods import Method
 from redivider.pipeline.stages.gradients import accumulate, is_differentiable, widen
-from redivider.pipeline.stages.layout import dense
 from redivider.pipeline.stages.lookahead import Prediction
 from redivider.pipeline.stages.message import Flow
 from redivider.pipeline.stages.module_state import load_state, state_of
 from redivider.pipeline.stages.ring_buffer import Ring
+from redivider.pipeline.stages.stash import Version
 from redivider.pipeline.stages.weights import Weights
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.buffers import changes_buffers
 from redivider.replay.copies import buffers_to_spend
 from redivider.replay.random import Seeded
+from redivider.strides import dense
 from redivider.tree import map_tensors, tensors_of
 
 Grads: TypeAlias = Sequence[Tensor | None]
@@ -92,8 +93,8 @@ class Unit(ABC):
         module: The caller's coupling or junction.
         inner: The module that is evaluated: a coupling's f, or the junction itself.
         keep: What is kept between forward and backward.
-        place: Where it is.
-        arithmetic: How residuals are added.
+        place: Position in the pipeline.
+        arithmetic: Arithmetic that adds residuals.
     """
 
     def __init__(
@@ -227,7 +228,8 @@ class Unit(ABC):
         below, input_grads, others = self._run_backward(kept, flow, grads, side, is_split=is_split)
 
         def finish() -> None:
-            accumulate(self.parameters, self._own(others()), self.widen, others=input_grads)
+            own_grads = self._parameter_grads(others())
+            accumulate(self.parameters, own_grads, self.widen, others=input_grads)
             self.weights.give_back(kept.version)
 
         if postponed is None:
@@ -245,7 +247,7 @@ class Unit(ABC):
     def trace(
         self, microbatch: int, flow: Flow, side: dict[str, Any], weights: Sequence[Tensor]
     ) -> tuple[Flow, PullBack]:
-        """Run the unit by the given weights as plain autograd would, without side effects.
+        """Run the unit by these weights as plain autograd would, without side effects.
 
         Returns:
             The output, and a function from its gradients to those of the input and of `weights`.
@@ -265,7 +267,7 @@ class Unit(ABC):
                 _, input_grads, others = self._run_backward(
                     kept, Flow(None), grads, side, is_split=False
                 )
-            return input_grads, self._own(others())
+            return input_grads, self._parameter_grads(others())
 
         return self._result(flow, argument, map_tensors(Tensor.detach, kept.run.output)), pull_back
 
@@ -358,7 +360,7 @@ class Unit(ABC):
     def _backward_weights(self, kept: Kept) -> Sequence[Tensor]:
         return self.weights.of_backward(kept.version, kept.record.autocast.dtype)
 
-    def _own(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def _parameter_grads(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the parameters, which come last."""
         return grads[len(grads) - len(self.parameters) :]
 

@@ -4,7 +4,7 @@
     current                  current, or predicted   current
     stashed                  current, or predicted   those of the forward
 
-Predicted weights come with look-ahead (lookahead.py), stashed ones from a `Stash` (methods.py).
+Predicted weights come with look-ahead (lookahead.py), stashed ones from a `Stash` (stash.py).
 Under autocast the current weights of an unstashed unit are used in its precision (casts.py).
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from redivider.pipeline.methods import Stash, Version
 from redivider.pipeline.stages.casts import Casts, watching
 from redivider.pipeline.stages.lookahead import Prediction
+from redivider.pipeline.stages.stash import Stash, Version
 
 UNVERSIONED: Version = (0, 0)  # of units without a stash, which only have current weights
 
