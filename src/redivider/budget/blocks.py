@@ -26,10 +26,12 @@ from redivider.budget.measure import (
     Run,
     add_excess,
     address_of,
+    differentiate,
     kind_of,
     make_options,
     measure_part,
     name_tensors,
+    wanted_of,
 )
 from redivider.budget.meter import Meter, counting
 from redivider.budget.solve import Key, Option, Peak, Problem
@@ -67,6 +69,7 @@ def measure_blocks(
     inputs = () if x is None else (x,)
     module = nn.ModuleList([model, *([loss] if isinstance(loss, nn.Module) else [])])
     weights = [weight for weight in module.parameters() if weight.requires_grad]
+    others = wanted_of((x, side))
     is_cuda = any(tensor.is_cuda for tensor in tensors_of((x, side)))
     kinds = _Kinds(is_captured)
     with restored(module), torch.enable_grad():
@@ -79,12 +82,8 @@ def measure_blocks(
             with counting(is_cuda, weights) as meter:
                 around = _Around(meter)
                 with observed(lists, around):
-                    losses = tensors_of(loss(model(*inputs, **side)))
-                    losses = [tensor for tensor in losses if tensor.requires_grad]
-                    if not losses:
-                        raise ValueError("the loss has no gradient; is all of the model frozen?")
-                    grads = torch.autograd.grad(losses, weights, allow_unused=True)
-                problem = around.problem(kinds.measured, grads)
+                    grads = differentiate(loss(model(*inputs, **side)), [*weights, *others])
+                problem = around.problem(kinds.measured, grads[: len(weights)])
     return [names[place] for place in kinds.measured], problem
 
 

@@ -7,6 +7,7 @@ leave it are counted apart: they lie between units, and neighbours may share the
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 from typing import Any, TypeAlias
 from weakref import ref
@@ -96,6 +97,8 @@ class Part:
     """For a block: a function from a choice to a function that runs the block by it."""
     is_captured: bool = False
     """Whether it is part of a captured step."""
+    checks_drift: bool = False
+    """Whether some steps compare rebuilt streams with the original ones."""
 
     @property
     def couples(self) -> bool:
@@ -116,6 +119,11 @@ class Part:
         params = self.module.parameters() if isinstance(self.module, nn.Module) else ()
         return [param for param in params if param.requires_grad]
 
+    @property
+    def others(self) -> list[Tensor]:
+        """Tensors beside its input, as keywords, that get a gradient."""
+        return wanted_of((self.args, self.side))
+
 
 def measure(
     chain: Chain,
@@ -135,14 +143,23 @@ def measure(
         is_captured: Whether the step is captured.
     """
     arithmetic = chain.arithmetic
-    parts = [Part(unit, taken(unit, side), arithmetic, is_captured=is_captured) for unit in chain]
+    checks_drift = chain.training and chain.check_every > 0
+    parts = [
+        Part(
+            unit,
+            taken(unit, side),
+            arithmetic,
+            is_captured=is_captured,
+            checks_drift=checks_drift,
+        )
+        for unit in chain
+    ]
     parts = [replace(parts[0], is_first=True), *parts[1:], Part(loss, {}, arithmetic, is_loss=True)]
     keys: dict[int, Key] = {address_of(tensor): ("x", i) for i, tensor in enumerate(tensors_of(x))}
     sizes: dict[Key, int] = dict.fromkeys(keys.values(), 0)  # the caller's
-    needs = any(tensor.requires_grad for tensor in tensors_of(x))
+    needs = bool(wanted_of(x))
     known: dict[Any, Measured] = {}
     units, left, in_row = [], 0, False
-    checks_drift = chain.check_every > 0
     with restored(nn.ModuleList([chain, *([loss] if isinstance(loss, nn.Module) else [])])):
         for index, part in enumerate(parts):
             with naming("the loss" if part.is_loss else name_unit(index, part.module)):
@@ -160,17 +177,18 @@ def measure(
                 # What is kept of a pair beside the streams: their form on a grid, and a
                 # fingerprint, with which the rebuilt pair is compared to find drift.
                 own = measured.usages["reverse"].held - measured.inner["reverse"].held
-                sizes[index, "pair"] = own + (_fingerprint(x) if checks_drift else 0)
+                sizes[index, "pair"] = own
             units.append(list(make_options(measured, entering, leaving, (index, "pair"))))
             excess = [
                 max(own) for own in zip(*(u.excess for u in measured.usages.values()), strict=True)
             ]
             add_excess(units, excess, [own.couples for own in parts])
             left += max(usage.left for usage in measured.usages.values())
-            needs = needs or bool(part.weights)
+            needs = needs or bool(part.weights or part.others)
             keys = dict(zip(map(address_of, tensors_of(y)), leaving, strict=True))
             x = y
     _add_shared(units, parts)
+    _add_keywords(units, parts)
     return Problem(units, sizes, left)
 
 
@@ -215,6 +233,19 @@ def _add_shared(units: list[list[Option]], parts: Sequence[Part]) -> None:
     for weight, indices in users.items():
         for index in range(indices[0], indices[-1]):
             extra = weight.nbytes * (2 if index in indices else 1)
+            units[index] = _with_backward(units[index], extra)
+
+
+def _add_keywords(units: list[list[Option]], parts: Sequence[Part]) -> None:
+    """Add to the units below a user of a keyword its gradient, which stays to the end."""
+    users: dict[Tensor, list[int]] = {}
+    for index, part in enumerate(parts):
+        for tensor in dict.fromkeys(part.others):
+            users.setdefault(tensor, []).append(index)
+    for tensor, indices in users.items():
+        for index in range(indices[-1]):
+            # A lower user makes a sum of this gradient and its own, while both are there.
+            extra = tensor.nbytes * (2 if index in indices else 1)
             units[index] = _with_backward(units[index], extra)
 
 
@@ -338,14 +369,16 @@ def _use_once(parts: Sequence[Part], choice: str, x: Any, needs: bool, meter: Me
     if not total.requires_grad:
         return Usage(keeps, held, forward, 0)
     start = meter.moment
-    wanted: list[Any] = [*edges, *(weight for part in parts for weight in part.weights)]
+    weights = [weight for part in parts for weight in part.weights]
+    wanted: list[Any] = [*weights, *edges, *dict.fromkeys(parts[0].others)]
     grads = torch.autograd.grad(total, wanted, allow_unused=True)
-    backward = meter.peak_without(grads[len(edges) :], start) - held - kept
+    of_weights, received = grads[: len(weights)], grads[len(weights) :][: len(edges)]
+    backward = meter.peak_without(of_weights, start) - held - kept
     # With overlap, there is no moment between two units.
     below = marks[0] if marks and choice != "overlap" else start
     left = meter.bytes - total.nbytes - _size(grads)
-    inside = meter.peak_without(grads[len(edges) :], below)
-    received = [grad for grad in grads[: len(edges)] if grad is not None]
+    inside = meter.peak_without(of_weights, below)
+    received = tuple(grad for grad in received if grad is not None)
     excess = _excess(received), _excess(received[:1])
     return Usage(keeps, held, forward, backward, left, inside, excess)
 
@@ -384,7 +417,8 @@ def _start(
             streams = row.couple(part.module, a, b, part.side)
         return streams
 
-    return run_row, row.enter(prepare_streams(inputs), drift_tolerance=None)
+    tolerance = inf if part.checks_drift else None  # never a warning
+    return run_row, row.enter(prepare_streams(inputs), drift_tolerance=tolerance)
 
 
 class _Seed(torch.autograd.Function):
@@ -406,6 +440,7 @@ class _Seed(torch.autograd.Function):
 def _time(part: Part, choice: str, x: Any, needs: bool) -> float:
     """Return the median seconds of forward and backward on a GPU, of a unit in a row of some."""
     num = NUM_IN_ROW if part.couples else 1
+    part = replace(part, checks_drift=False)  # as nearly all steps
 
     def step(run: Callable[..., Any], inputs: Any, wanted: list[Any]) -> None:
         total: Tensor = _Seed.apply(*tensors_of(run(inputs, lambda _: None)))  # type: ignore[no-untyped-call]
@@ -417,7 +452,7 @@ def _time(part: Part, choice: str, x: Any, needs: bool) -> float:
         for _ in range(NUM_WARM + NUM_TIMED):
             run, inputs = _start([part] * num, choice, x if part.is_first else _fresh(x, needs))
             edges = (get_gradient_edge(t) for t in tensors_of(inputs) if t.requires_grad)
-            watch(run, inputs, [*edges, *part.weights])
+            watch(run, inputs, [*edges, *part.weights, *part.others])
             del run, inputs
     return median(watch.seconds[NUM_WARM:]) / num
 
@@ -486,6 +521,19 @@ def name_tensors(
     return named
 
 
+def differentiate(loss: Any, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the gradients of the tensors of a loss."""
+    losses = wanted_of(loss)
+    if not losses or not wanted:
+        raise ValueError("the loss has no gradient; is all of the model frozen?")
+    return torch.autograd.grad(losses, wanted, allow_unused=True)
+
+
+def wanted_of(tree: Any) -> list[Tensor]:
+    """Return the tensors that get a gradient."""
+    return [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
+
+
 def address_of(tensor: Tensor) -> int:
     """Return the address of the memory of a tensor."""
     return int(tensor.untyped_storage().data_ptr())
@@ -495,8 +543,3 @@ def _size(x: Any) -> int:
     """Return the bytes of the memory of some tensors."""
     storages = (tensor.untyped_storage() for tensor in tensors_of(x))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _fingerprint(streams: Any) -> int:
-    """Return the bytes of float64 sums over all but the last dimension of two streams, twice."""
-    return sum(16 * int(stream.shape[-1]) + 16 for stream in streams)

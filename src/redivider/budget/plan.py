@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from redivider.budget.blocks import measure_blocks
-from redivider.budget.measure import measure
+from redivider.budget.measure import differentiate, measure, wanted_of
 from redivider.budget.meter import counting
 from redivider.budget.solve import Problem, find_least, solve, trace
 from redivider.chain import Chain, name_unit
@@ -262,15 +262,13 @@ def measure_step(
     torch.clear_autocast_cache()
     with (
         _training_by(model, backward),
-        restored(module),
+        restored(module, checks_drift=True),  # a step that does takes most
         torch.enable_grad(),
         counting(is_cuda, weights) as meter,
     ):
-        losses = [loss for loss in tensors_of(loss(model(*inputs, **side))) if loss.requires_grad]
-        if not losses:
-            raise ValueError("the loss has no gradient; is all of the model frozen?")
-        grads = torch.autograd.grad(losses, weights, allow_unused=True)
-        return meter.peak_without(grads)
+        wanted = [*weights, *wanted_of((x, side))]
+        grads = differentiate(loss(model(*inputs, **side)), wanted)
+        return meter.peak_without(grads[: len(weights)])
 
 
 @contextmanager
