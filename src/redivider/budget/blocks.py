@@ -15,11 +15,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from redivider.arithmetic import resolve_arithmetic
 from redivider.backward.node import KeptInput
 from redivider.backward.strategy import resolve_strategy
+from redivider.budget.kind import describe
 from redivider.budget.measure import (
     Measured,
     Part,
@@ -123,7 +123,8 @@ class _Kinds:
             begin=begin,
             is_captured=self._is_captured,
         )
-        kind = kind_of(part, x, x.requires_grad), _describe((args, kwargs))
+        # Blocks of another list may keep another number of bits.
+        kind = kind_of(part, x, x.requires_grad), describe((args, kwargs)), blocks
         if kind not in self._known:
             self._known[kind] = measure_part(part, x, x.requires_grad)
         self.measured[blocks, index] = self._known[kind]
@@ -157,17 +158,6 @@ def _beginner(
 
 def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _describe(tree: Any) -> Any:
-    """Return a key that trees share if they differ only in the values of their tensors."""
-    leaves, spec = tree_flatten(tree)
-    return str(spec), tuple(
-        (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else repr(leaf)
-        for leaf in leaves
-    )
 
 
 @dataclass

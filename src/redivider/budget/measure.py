@@ -24,11 +24,11 @@ from redivider.backward.offload import NUM_LEAVING
 from redivider.backward.row import Row, prepare_streams
 from redivider.backward.saving import Saving
 from redivider.backward.strategy import begin_pass, resolve_strategy
+from redivider.budget.kind import describe, kind_of_module
 from redivider.budget.meter import Meter, counting, counting_flops
 from redivider.budget.solve import Key, Option, Peak, Problem
 from redivider.chain import Chain, name_unit, taken
 from redivider.checks.restore import restored
-from redivider.convert.reversible import PLACE
 from redivider.coupling import Coupling
 from redivider.errors import naming
 from redivider.gpu.stopwatch import Stopwatch
@@ -39,7 +39,6 @@ NUM_TIMED = 5  # runs, of which the median counts
 NUM_WARM = 2  # runs before them
 NUM_IN_ROW = 3  # equal couplings in a row that is timed
 REVERSED = ("reverse", "overlap", "save")
-PLACES = (PLACE, "layer_idx")  # attributes that say where a block is, ours and transformers'
 ON_GPU = ("offload", "overlap")
 # Choices for junctions, couplings, and blocks of `rd.make_reversible`; `_inside` has more.
 JUNCTION = ("store", "checkpoint", "offload")
@@ -488,25 +487,12 @@ def _enter(x: Any, arithmetic: Arithmetic) -> Any:
 
 def kind_of(part: Part, x: Any, needs: bool) -> Any:
     """Return a key that units share if they differ only in the values of their weights."""
-    inputs = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in tensors_of(x)]
-    is_shared = len({address_of(tensor) for tensor in tensors_of(x)}) < len(inputs)
-    key = (*inputs, is_shared, needs, part.is_first)
+    inputs = tensors_of(x)
+    is_shared = len({address_of(tensor) for tensor in inputs}) < len(inputs)
+    key = (describe((x, part.side)), is_shared, needs, part.is_first)
     if part.is_loss or not isinstance(part.module, nn.Module):
         return key, id(part.module)
-    modules = tuple(
-        (name, type(module), compiled_call(module) is None, _settings(module))
-        for name, module in part.module.named_modules()
-    )
-    tensors = (*part.module.named_parameters(), *part.module.named_buffers())
-    weights = tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
-    return key, modules, weights
-
-
-def _settings(module: nn.Module) -> str:
-    """Return the plain attributes of a module, such as `training` and the rate of dropout."""
-    plain = (int, float, str, tuple, list)
-    items = [item for item in vars(module).items() if isinstance(item[1], plain)]
-    return repr([item for item in items if item[0] not in PLACES])
+    return key, kind_of_module(part.module)
 
 
 def name_tensors(

@@ -17,9 +17,8 @@ from redivider.convert.reversible import blocks_of, set_strategies, strategies_o
 
 
 class Block(nn.Module):
-    def __init__(self, layer_idx):
+    def __init__(self):
         super().__init__()
-        self.layer_idx = layer_idx
         self.body = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 
     def forward(self, x):
@@ -32,7 +31,7 @@ class Network(nn.Module):
     def __init__(self, depth=4):
         super().__init__()
         self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
-        self.layers = nn.ModuleList([Block(index) for index in range(depth)])
+        self.layers = nn.ModuleList([Block() for _ in range(depth)])
 
     def forward(self, x):
         x = self.stem(x)

@@ -109,6 +109,26 @@ def sum_of(y):
     return y[0].sum() + y[1].sum()
 
 
+class By(nn.Module):
+    """A function of its own."""
+
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x):
+        return self.fn(x)
+
+
+def test_units_with_other_functions_are_measured_apart():
+    """One saves a tensor that is as large as its input, the other six of them."""
+    units = [By(torch.sin), By(lambda x: x.sin().sin().sin().exp().exp().exp())]
+    model, x = rd.Chain([nn.Linear(8, 8), *units]), torch.randn(64, 8)
+    problem = measure(model, x, {}, loss_of)
+    first, second = (next(iter(own)).held for own in problem.units[1:3])
+    assert second >= first + 4 * x.nbytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arithmetic", ["float", "fixed"])
 def test_no_mix_takes_more_than_predicted(arithmetic):
