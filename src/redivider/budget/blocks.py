@@ -33,7 +33,7 @@ from redivider.budget.measure import (
     name_tensors,
     wanted_of,
 )
-from redivider.budget.meter import Meter, counting
+from redivider.budget.meter import Meter, counting, gpu_of, size_of
 from redivider.budget.solve import Key, Option, Peak, Problem
 from redivider.checks.restore import restored
 from redivider.convert.reversible import Blocks, Keepers, Observe, blocks_of
@@ -70,7 +70,7 @@ def measure_blocks(
     module = nn.ModuleList([model, *([loss] if isinstance(loss, nn.Module) else [])])
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     others = wanted_of((x, side))
-    is_cuda = any(tensor.is_cuda for tensor in tensors_of((x, side)))
+    device = gpu_of((x, side))
     kinds = _Kinds(is_captured)
     with restored(module), torch.enable_grad():
         with observed(lists, kinds):
@@ -79,7 +79,7 @@ def measure_blocks(
             raise ValueError("no reversible block was trained: call model.train() before rd.plan")
         for _ in range(2):  # the first step makes workspaces
             torch.clear_autocast_cache()
-            with counting(is_cuda, weights) as meter:
+            with counting(device, weights) as meter:
                 around = _Around(meter)
                 with observed(lists, around):
                     grads = differentiate(loss(model(*inputs, **side)), [*weights, *others])
@@ -219,7 +219,7 @@ class _Hollow(KeptInput):
         ]
         if around is not None and visit is not None:
             visit.backward = start, around.meter.moment
-            visit.passing = _size((*grads, *made))
+            visit.passing = size_of((*grads, *made))
             visit.alive_backward = around.alive(visit)
         return [*made, *[None] * (len(needs) - len(made))]
 
@@ -331,9 +331,3 @@ class _Around:
                 moment, top = visit.backward[1], number - 1
         add(top, moment, None, ())
         return peaks
-
-
-def _size(tensors: Sequence[Tensor | None]) -> int:
-    """Return the bytes of the memory of some tensors."""
-    storages = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

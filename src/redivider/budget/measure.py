@@ -25,12 +25,12 @@ from redivider.backward.row import Row, prepare_streams
 from redivider.backward.saving import Saving
 from redivider.backward.strategy import begin_pass, resolve_strategy
 from redivider.budget.kind import describe, kind_of_module
-from redivider.budget.meter import Meter, counting, counting_flops
+from redivider.budget.meter import Meter, counting, counting_flops, gpu_of, size_of
 from redivider.budget.solve import Key, Option, Peak, Problem
 from redivider.chain import Chain, name_unit, taken
 from redivider.checks.restore import restored
 from redivider.coupling import Coupling
-from redivider.errors import naming
+from redivider.errors import UnitError, naming
 from redivider.gpu.stopwatch import Stopwatch
 from redivider.replay import Call
 from redivider.tree import map_tensors, tensors_of
@@ -268,44 +268,60 @@ def _raised(peaks: Sequence[Peak], extra: int) -> Iterator[Peak]:
 
 def measure_part(part: Part, x: Any, needs: bool) -> Measured:
     """Measure one kind of unit by all choices that there are for it."""
-    is_cuda = any(tensor.is_cuda for tensor in tensors_of(x))
-    choices = part.choices(is_cuda)
+    device = gpu_of(x)
+    choices = part.choices(device is not None)
     if not part.is_loss:
-        more, flops_of_save = _inside(part, x, needs, is_cuda)
+        more, flops_of_save = _inside(part, x, needs, device)
         choices += more
-    usages = {choice: _use([part], choice, x, needs, is_cuda) for choice in choices}
-    # Alone, its input would not leave the device. In a chain the inputs of a few others are on
-    # their way to the host, or back.
-    for choice, like in (("offload", "checkpoint"), ("offload-save", "offload-save")):
-        if choice in usages:
-            own, moving = usages[like], NUM_LEAVING * _size(x)
-            forward, backward = own.forward + moving, own.backward + moving + _size(x)
-            usages[choice] = replace(own, keeps=(), forward=forward, backward=backward)
-    inner = {}
-    for choice in REVERSED:
-        if choice in usages and _is_reversed(part, choice, x):
-            # The lowest coupling of a run need not rebuild its input, so it takes three to have one
-            # inside. Copies have gradients of their own.
-            above = [replace(part, module=deepcopy(part.module)) for _ in range(2)]
-            run = _use([part, *above], choice, x, needs, is_cuda)
-            held = (run.held - usages[choice].held) // 2
-            # Below the top there are two, and the lower one needs no more than the other.
-            inner[choice] = replace(run, held=held, backward=run.inside - 2 * held)
-            usages[choice] = replace(usages[choice], backward=run.backward)
-    if is_cuda:
-        seconds = {choice: _time(part, choice, x, needs) for choice in choices}
-        costs = {choice: max(0.0, seconds[choice] - seconds["store"]) for choice in choices}
+    usages: dict[str, Usage] = {}
+    inner: dict[str, Usage] = {}
+    for choice in choices:
+        try:
+            usages[choice], below = _use_by(part, choice, x, needs, device)
+        except UnitError:  # some units can only be stored, as one that writes into its input
+            if choice == "store":
+                raise
+            continue
+        if below is not None:
+            inner[choice] = below
+    if device is not None:
+        with torch.cuda.device(device):
+            seconds = {choice: _time(part, choice, x, needs) for choice in usages}
+        costs = {choice: max(0.0, seconds[choice] - seconds["store"]) for choice in usages}
     else:
         flops = _count_flops(part, x)
-        costs = dict.fromkeys(choices, flops) | {"store": 0.0}
-        if "save" in choices:
+        costs = dict.fromkeys(usages, flops) | {"store": 0.0}
+        if "save" in costs:
             costs["save"] = flops_of_save
-        if "compress" in costs:  # of two that recompute as much, prefer the exact one
-            costs["compress"] += sum(tensor.numel() for tensor in tensors_of(x))
     return Measured(usages, costs, inner)
 
 
-def _inside(part: Part, x: Any, needs: bool, is_cuda: bool) -> tuple[list[str], float]:
+def _use_by(
+    part: Part, choice: str, x: Any, needs: bool, device: torch.device | None
+) -> tuple[Usage, Usage | None]:
+    """Return the usage of a choice, and for a reversed coupling that below the top of its run."""
+    usage = _use([part], "checkpoint" if choice == "offload" else choice, x, needs, device)
+    if choice in ("offload", "offload-save"):
+        # Alone, its input would not leave the device. In a chain the inputs of a few others are on
+        # their way to the host, or back.
+        moving = NUM_LEAVING * size_of(x)
+        forward, backward = usage.forward + moving, usage.backward + moving + size_of(x)
+        usage = replace(usage, keeps=(), forward=forward, backward=backward)
+    if choice not in REVERSED or not _is_reversed(part, choice, x):
+        return usage, None
+    # The lowest coupling of a run need not rebuild its input, so it takes three to have one inside.
+    # Copies have gradients of their own.
+    above = [replace(part, module=deepcopy(part.module)) for _ in range(2)]
+    run = _use([part, *above], choice, x, needs, device)
+    held = (run.held - usage.held) // 2
+    # Below the top there are two, and the lower one needs no more than the other.
+    below = replace(run, held=held, backward=run.inside - 2 * held)
+    return replace(usage, backward=run.backward), below
+
+
+def _inside(
+    part: Part, x: Any, needs: bool, device: torch.device | None
+) -> tuple[list[str], float]:
     """Return the choices for what is kept inside of a unit, and the FLOPs of "save".
 
     Those of compiled units can only be measured on a GPU: counters see no compiled code. Compiled
@@ -316,18 +332,21 @@ def _inside(part: Part, x: Any, needs: bool, is_cuda: bool) -> tuple[list[str], 
     if part.couples:
         module, args = module.f, inputs[:1]
     if part.begin is None and hasattr(compiled_call(module), "run_saving"):
-        return ["save", "trim"] if is_cuda else [], 0.0
+        return [] if device is None else ["save", "trim"], 0.0
     call, _ = Call.split(module, args, part.side)
     if any(compiled_call(own) is not None for own in call.modules):
         return [], 0.0
     saving = Saving(call)
-    with torch.enable_grad():
-        saving.record(*args, **part.side)
+    try:
+        with torch.enable_grad():
+            saving.record(*args, **part.side)
+    except UnitError:
+        return [], 0.0
     if not saving.num_tensors:  # then it would be as "reverse" or "checkpoint"
         return [], 0.0
     with torch.no_grad(), counting_flops() as counter:
         saving.replay(saving.take())(*args, **part.side)
-    offloads = is_cuda and not part.is_captured
+    offloads = device is not None and not part.is_captured
     return ["save", *["offload-save"] * offloads], float(counter.get_total_flops())
 
 
@@ -337,11 +356,13 @@ def _is_reversed(part: Part, choice: str, x: Any) -> bool:
     return keeping.keep == "nothing"
 
 
-def _use(parts: Sequence[Part], choice: str, x: Any, needs: bool, is_cuda: bool) -> Usage:
+def _use(
+    parts: Sequence[Part], choice: str, x: Any, needs: bool, device: torch.device | None
+) -> Usage:
     """Run a unit, or three couplings in a row, forward and backward, and count bytes."""
     for _ in range(2):  # the first run verifies modules, compiles them, and makes workspaces
         torch.clear_autocast_cache()
-        with counting(is_cuda) as meter, torch.enable_grad():
+        with counting(device) as meter, torch.enable_grad():
             usage = _use_once(parts, choice, x, needs, meter)
     return usage
 
@@ -349,7 +370,7 @@ def _use(parts: Sequence[Part], choice: str, x: Any, needs: bool, is_cuda: bool)
 def _use_once(parts: Sequence[Part], choice: str, x: Any, needs: bool, meter: Meter) -> Usage:
     inputs = x if parts[0].is_first else _fresh(x, needs)
     run, inputs = _start(parts, choice, inputs)
-    size = 0 if parts[0].is_first else _size(inputs)
+    size = 0 if parts[0].is_first else size_of(inputs)
     entered = {address_of(tensor) for tensor in tensors_of(inputs)}
     start = meter.moment
     marks: list[int] = []
@@ -375,7 +396,7 @@ def _use_once(parts: Sequence[Part], choice: str, x: Any, needs: bool, meter: Me
     backward = meter.peak_without(of_weights, start) - held - kept
     # With overlap, there is no moment between two units.
     below = marks[0] if marks and choice != "overlap" else start
-    left = meter.bytes - total.nbytes - _size(grads)
+    left = meter.bytes - total.nbytes - size_of(grads)
     inside = meter.peak_without(of_weights, below)
     received = tuple(grad for grad in received if grad is not None)
     excess = _excess(received), _excess(received[:1])
@@ -383,7 +404,8 @@ def _use_once(parts: Sequence[Part], choice: str, x: Any, needs: bool, meter: Me
 
 
 def _excess(tensors: Sequence[Tensor]) -> int:
-    return max(0, _size(tensors) - sum({id(t): t.nbytes for t in tensors}.values()))
+    dense = [tensor for tensor in tensors if not tensor.is_sparse]
+    return max(0, size_of(dense) - sum({id(t): t.nbytes for t in dense}.values()))
 
 
 def _start(
@@ -523,9 +545,3 @@ def wanted_of(tree: Any) -> list[Tensor]:
 def address_of(tensor: Tensor) -> int:
     """Return the address of the memory of a tensor."""
     return int(tensor.untyped_storage().data_ptr())
-
-
-def _size(x: Any) -> int:
-    """Return the bytes of the memory of some tensors."""
-    storages = (tensor.untyped_storage() for tensor in tensors_of(x))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -7,7 +7,8 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from redivider.data.errors import DataError, reason, require
-from redivider.data.files import VARIABLE, atomic_write
+from redivider.data.files import VARIABLE
+from redivider.files import atomic_write
 
 CHUNK = 1 << 20
 

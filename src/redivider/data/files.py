@@ -6,7 +6,6 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from redivider.data.errors import DataError, reason
@@ -75,14 +74,3 @@ def _read_zip(path: Path, is_wanted: Callable[[str], bool]) -> Contents:
             name = PurePosixPath(member.filename).name
             if is_wanted(name):
                 yield name, archive.read(member)
-
-
-@contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; rename it at the end, or delete it on an error."""
-    new = path.with_name(f".{path.name}.new-{os.getpid()}")
-    try:
-        yield new
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)

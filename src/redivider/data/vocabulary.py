@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from redivider.data.errors import DataError, reason, require
-from redivider.data.files import atomic_write
+from redivider.files import atomic_write
 
 LINES = 10_000  # encoded at a time: the encoder's record of a token is far larger than its number
 

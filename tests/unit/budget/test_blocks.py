@@ -87,10 +87,14 @@ def test_all_of_the_memory_means_store():
     assert {*plan} == {"store"} and plan.cost == 0
 
 
-def test_exact_choices_come_before_compressed_ones():
+def test_blocks_are_compressed_only_where_nothing_exact_fits():
     model, x = make()
-    most = measure_step(model, "checkpoint", x, loss_of) + 100
-    assert "compress" not in rd.plan(model, x, memory=most, loss=loss_of)
+    problem = measure_blocks(model, x, {}, loss_of)[1]
+    exact = find_least(problem.without("compress"))
+    plans = [rd.plan(model, x, memory=exact + extra, loss=loss_of) for extra in (-1, 0, 20000)]
+    assert ["compress" in plan for plan in plans] == [True, False, False]
+    assert ["checkpoint" in plan for plan in plans[1:]] == [True, True]
+    assert plans[1].cost > plans[2].cost > 0
 
 
 def test_equal_blocks_are_measured_once(monkeypatch):
