@@ -59,7 +59,8 @@ class _Allocator:
     def leave_out(self, grad: Tensor | None) -> None:
         """Do not count the gradient of a weight from now on."""
         _ = self.moment
-        self._grads += size_of(grad)
+        if grad is not None:  # it may be sparse, expanded, or a part of another tensor
+            self._grads += min(size_of(grad), grad.numel() * grad.element_size())
 
     def peak_without(self, tensors: Any, since: int = 0, until: int | None = None) -> int:
         return max([*self._peaks, self._last][since:until]) - self._before
