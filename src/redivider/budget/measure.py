@@ -186,6 +186,9 @@ def measure(
             needs = needs or bool(part.weights or part.others)
             keys = dict(zip(map(address_of, tensors_of(y)), leaving, strict=True))
             x = y
+    # Below the loss are its numbers and their gradients; a unit is measured with one of 4 bytes.
+    extra = 2 * max(0, size_of(x) - torch.float32.itemsize)
+    units[:-1] = [_with_backward(own, extra) for own in units[:-1]]
     _add_shared(units, parts)
     _add_keywords(units, parts)
     return Problem(units, sizes, left)
