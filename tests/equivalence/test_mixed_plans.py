@@ -172,7 +172,7 @@ def test_any_mix_replicated_by_ddp(group, plan):
 
 
 @pytest.mark.slow
-@few(15)
+@few(6)
 @given(plan=plans)
 def test_any_mix_under_autocast(plan):
     """Gradients are near those of `store`, whose rounding to half precision is about as large."""
