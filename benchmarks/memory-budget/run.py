@@ -1,12 +1,12 @@
 """Time of a training step against the memory it may take, on a GPU.
 
     python benchmarks/memory-budget/run.py --model rev_vit_large --batch 64 > results.json
-    python benchmarks/memory-budget/run.py --model rev_gpt_small --batch 8 --context 1024
+    python benchmarks/memory-budget/run.py --model rev_gpt_small      # 8 texts of 1,024 bytes
     python benchmarks/memory-budget/run.py --solver                    # 400 units, on any machine
 
-For every share of the memory of `store`: a plan, compiled and captured in bf16; the best plan that
-stores the top couplings and reverses the others. Then the curve of torch's
-activation_memory_budget on the same network, with its measured peaks.
+For every share of the memory of `store`: a plan, compiled and captured in bf16; and plans by hand,
+which store as many couplings at the top as fit, and run all others by one strategy. Then the curve
+of torch's activation_memory_budget on the same network, with its measured peaks.
 """
 
 import argparse
@@ -26,7 +26,8 @@ from redivider.budget.plan import measure_step
 from redivider.budget.solve import Option, Peak, Problem, find_least, solve, trace
 
 SHARES = (0.25, 0.4, 0.6, 0.8)  # of store's memory
-TORCH_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # values of torch's setting
+TORCH_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # values of torch's setting
+BY_HAND = ("reverse", "checkpoint", "overlap", "save", "trim")  # for couplings that are not stored
 NUM_STEPS = 20
 NUM_UNITS = 400
 PARTIAL = (
@@ -86,18 +87,20 @@ def time_step(
     return {"ms": median(times), "peak_mib": peak / MIB}
 
 
-def best_by_hand(model: rd.Chain, x: torch.Tensor, budget: int) -> list[str]:
-    """Return the plan that stores as many top couplings as fit, and reverses the others."""
+def plan_by_hand(model: rd.Chain, x: torch.Tensor, budget: int, strategy: str) -> list[str] | None:
+    """Return the plan that stores as many top couplings as fit, the others by a strategy."""
     couples = [isinstance(unit, rd.Coupling) for unit in model]
-    for num_reversed in range(sum(couples) + 1):
-        place, names = 0, []
+    fitting, few, many = None, 0, sum(couples)  # numbers of couplings that are not stored
+    while few <= many:
+        num, place, names = (few + many) // 2, 0, []
         for own in couples:
-            names.append("reverse" if own and place < num_reversed else "store")
+            names.append(strategy if own and place < num else "store")
             place += own
         with torch.autocast("cuda", torch.bfloat16):
-            if measure_step(model, names, x, loss_of) <= budget:
-                return names
-    raise ValueError("reversing all couplings does not fit")
+            fits = measure_step(model, names, x, loss_of) <= budget
+        fitting = names if fits else fitting
+        few, many = (few, num - 1) if fits else (num + 1, many)
+    return fitting
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -117,8 +120,9 @@ def compare(args: argparse.Namespace) -> None:
         with torch.autocast("cuda", torch.bfloat16):
             plan = rd.plan(model, x, memory=budget, loss=loss_of, capture=True)
         seconds = time.perf_counter() - start
-        by_hand = best_by_hand(model, x, budget)
-        for how, backward in (("plan", plan), ("by hand", by_hand)):
+        by_hand = {f"by hand, {name}": plan_by_hand(model, x, budget, name) for name in BY_HAND}
+        fitting = {how: names for how, names in by_hand.items() if names is not None}
+        for how, backward in {"plan": plan, **fitting}.items():
             model.backward = backward
             row = {"how": how, "share": share, "budget_mib": budget / MIB}
             row |= time_step(model, params, x)
@@ -181,12 +185,13 @@ def main() -> None:
     """Run what the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="rev_vit_large")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, help="default: 8 texts, or 64 images")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
     parser.add_argument("--torch-shares", type=float, nargs="*", default=TORCH_SHARES)
     parser.add_argument("--solver", action="store_true")
     args = parser.parse_args()
+    args.batch = args.batch or (8 if "gpt" in args.model else 64)
     if args.solver:
         time_solver()
     else:

@@ -96,11 +96,13 @@ class _Compiled:
     def __init__(
         self, module: nn.Module, run: Any, joint: Any, apart: Any, saving: Any, trimmed: Any
     ) -> None:
-        self._module, self._run, self._joint, self._apart = module, run, joint, apart
+        self._module, self._joint, self._apart = module, joint, apart
+        self.function = run
+        """Compiled function, which modules of a kind share."""
         self._saving, self._trimmed = saving, trimmed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._module, *args, **kwargs)
+        return self.function(self._module, *args, **kwargs)
 
     def run_joint(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Evaluate a coupling's f at `a`; return its value, and stand-ins for `c` and `a`.

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
 from redivider.budget.blocks import measure_blocks
-from redivider.budget.plan import measure_step
-from redivider.budget.solve import find_least, solve, trace
+from redivider.budget.plan import cheapest, measure_step
+from redivider.budget.solve import find_least, trace
 from redivider.convert.reversible import set_strategies, strategies_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -157,24 +157,22 @@ def test_thirty_budgets():
     with FlopCounterMode(display=False) as counter:
         measure_step(model, "store", None, loss_in, **side)
     work = counter.get_total_flops()
-    costs, plans = [], set()
+    costs, plans = [], set[str]()
     for step in range(NUM_BUDGETS):
         budget = least + step * (most - least) // (NUM_BUDGETS - 1)
-        indices = solve(problem, budget)
+        indices = cheapest(problem, budget)
         assert indices is not None
         options = [own[index] for own, index in zip(problem.units, indices, strict=True)]
         choices = dict(zip(names, (option.choice for option in options), strict=False))
-        plans.add(tuple(choices.values()))
+        plans |= {*choices.values()}
         assert measure_step(model, choices, None, loss_in, **side) <= budget
         costs.append(sum(option.cost for option in options))
-        if step % 10 == 0:  # costs are the FLOPs of real steps, and a little for codes
+        if step % 10 == 0:  # costs are the FLOPs of real steps
             with FlopCounterMode(display=False) as counter:
                 measure_step(model, choices, None, loss_in, **side)
-            added = counter.get_total_flops() - work
-            assert added <= costs[-1] <= added + 3 * 12 * 32 * len(names)
+            assert counter.get_total_flops() - work == costs[-1]
     assert all(more <= less for less, more in pairwise(costs))
-    assert costs[-1] == 0
-    assert {choice for plan in plans for choice in plan} == {"store", "checkpoint", "compress"}
+    assert costs[-1] == 0 and plans == {"store", "checkpoint", "compress"}
 
 
 MIXED = ["store", "compress", "checkpoint", "compress", "store", "compress"]
@@ -301,7 +299,8 @@ def planned():
 
 def replicated(rank: int) -> tuple[float, str]:
     model, plan = planned()
-    wrapped = DistributedDataParallel(plan.apply())
+    wrapped = DistributedDataParallel(model)
+    assert plan.apply(wrapped) is wrapped
     for _ in range(2):
         wrapped.zero_grad()
         run(wrapped, rank).backward()

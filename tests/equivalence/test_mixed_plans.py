@@ -1,14 +1,17 @@
 """Gradients of chains whose units keep different things equal those of plain backprop."""
 
 import copy
+import random
 
 import pytest
 import torch
-from hypothesis import given
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.networks import MLP, Buffered, ConvNorm, Marked, Twice
 from support.oracle import gradients, run_plainly, weigh, worst_error
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import redivider as rd
 
@@ -139,3 +142,73 @@ def test_slices_take_their_part_of_the_plan():
 def test_wrong_plans(plan, message):
     with pytest.raises(ValueError, match=message):
         rd.Chain([nn.Linear(4, 4), nn.Linear(4, 4)], backward=plan)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    """A process group of this process alone."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def few(num: int):
+    """Draw a few examples: each takes longer than those above."""
+    return settings(max_examples=num, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.slow
+@few(8)
+@given(plan=plans)
+def test_any_mix_replicated_by_ddp(group, plan):
+    chain = rd.Chain(make_units(), backward=plan).double()
+    plain = copy.deepcopy(chain)
+    wrapped = DistributedDataParallel(chain)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    _, grads, _ = run(chain, wrapped, x)
+    _, true, _ = run(plain, lambda x: run_plainly(plain, x), x)
+    assert worst_error(grads, true) <= 1e-12
+
+
+@pytest.mark.slow
+@few(6)
+@given(plan=plans)
+def test_any_mix_under_autocast(plan):
+    """Gradients are near those of `store`, whose rounding to half precision is about as large."""
+    chain = rd.Chain(make_units(), backward=plan)
+    x = torch.randn(5, 6)
+    results = []
+    for backward in ("store", plan):
+        own = copy.deepcopy(chain)
+        own.backward = backward
+        with torch.autocast("cpu", torch.bfloat16):
+            _, computed, _ = run(own, own, x)
+        results.append(computed)
+    assert near(results[0], results[1], 2e-2)
+
+
+def near(grads, others, tolerance):
+    """Return whether gradients as a whole differ by less than a part of their norm."""
+    true, values = (torch.cat([g.flatten() for g in own.values()]) for own in (grads, others))
+    return (true - values).norm() <= tolerance * true.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_mixes_of_compiled_units():
+    """Units of one kind share their graphs, so that few are compiled."""
+    couplings = [rd.Coupling(nn.Sequential(nn.Linear(8, 8), nn.Tanh())) for _ in range(6)]
+    chain = rd.Chain(couplings).double()
+    plain = copy.deepcopy(chain)
+    chain.compile(backend="aot_eager")
+    a = torch.randn(5, 8, dtype=torch.float64)
+    choices = ("store", "checkpoint", "reverse", "overlap")
+    for number in range(2):
+        chain.backward = random.Random(number).choices(choices, k=6)
+        for model in (chain, plain):
+            model.zero_grad()
+        _, grads, _ = run(chain, lambda x: chain((x, 2 * x))[0], a)
+        _, true, _ = run(plain, lambda x: run_plainly(plain, (x, 2 * x))[0], a)
+        assert worst_error(grads, true) <= 1e-12

@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 import redivider as rd
+from redivider.budget.plan import plan
 from redivider.data import load
 from redivider.pipeline.checkpoint.files import read_state
 from redivider.train.checkpoint import Checkpoints
@@ -218,8 +219,18 @@ def test_a_run_within_a_budget_resumes_by_its_plan(tmp_path, monkeypatch, undist
     assert plans[0] == plans[1] and {"store", "reverse"} <= {*plans[0]}
     ours, theirs = (load_file(run / "model.safetensors") for run in (tmp_path / "parts", whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    with pytest.raises(TrainError, match=r"no plan fits into 1,024 bytes: .* --microbatch"):
-        train(replace(config, memory="1KiB"), tmp_path / "none")
+    captured = []
+
+    def note(*args, **options):
+        captured.append(options["capture"])
+        return plan(*args, **options)
+
+    monkeypatch.setattr("redivider.train.engine.plan", note)
+    for captures in (True, False):
+        small = replace(config, memory="1KiB", capture=captures)
+        with pytest.raises(TrainError, match=r"no plan fits into 1,024 bytes: .* --microbatch"):
+            train(small, tmp_path / f"none-{captures}")
+    assert captured == [True, False]
 
 
 def test_quality_is_written_before_a_run_stops(tmp_path, monkeypatch):

@@ -124,7 +124,7 @@ STRATEGIES = {
 
 def resolve_strategy(name: str) -> Strategy:
     """Look a strategy up."""
-    if name not in STRATEGIES:
+    if not isinstance(name, str) or name not in STRATEGIES:
         raise ValueError(not_one_of("backward", name, STRATEGIES))
     return STRATEGIES[name]
 
@@ -133,6 +133,8 @@ def resolve_strategies(backward: str | Sequence[str], num_units: int) -> list[St
     """Return the strategy of every unit, from one name for all of them or a name for each."""
     if isinstance(backward, str):
         return [resolve_strategy(backward)] * num_units
+    if not isinstance(backward, Sequence):
+        raise TypeError(f"backward must be a name, or a list of names, got {backward!r}")
     if len(backward) != num_units:
         raise ValueError(
             f"backward names {len(backward)} strategies, and the chain has {num_units} units"

@@ -15,23 +15,25 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from redivider.arithmetic import resolve_arithmetic
 from redivider.backward.node import KeptInput
 from redivider.backward.strategy import resolve_strategy
+from redivider.budget.kind import describe
 from redivider.budget.measure import (
     Measured,
     Part,
     Run,
     add_excess,
     address_of,
+    differentiate,
     kind_of,
     make_options,
     measure_part,
     name_tensors,
+    wanted_of,
 )
-from redivider.budget.meter import Meter, counting
+from redivider.budget.meter import Meter, counting, gpu_of, size_of
 from redivider.budget.solve import Key, Option, Peak, Problem
 from redivider.checks.restore import restored
 from redivider.convert.reversible import Blocks, Keepers, Observe, blocks_of
@@ -67,7 +69,8 @@ def measure_blocks(
     inputs = () if x is None else (x,)
     module = nn.ModuleList([model, *([loss] if isinstance(loss, nn.Module) else [])])
     weights = [weight for weight in module.parameters() if weight.requires_grad]
-    is_cuda = any(tensor.is_cuda for tensor in tensors_of((x, side)))
+    others = wanted_of((x, side))
+    device = gpu_of((x, side))
     kinds = _Kinds(is_captured)
     with restored(module), torch.enable_grad():
         with observed(lists, kinds):
@@ -76,15 +79,11 @@ def measure_blocks(
             raise ValueError("no reversible block was trained: call model.train() before rd.plan")
         for _ in range(2):  # the first step makes workspaces
             torch.clear_autocast_cache()
-            with counting(is_cuda, weights) as meter:
+            with counting(device, weights) as meter:
                 around = _Around(meter)
                 with observed(lists, around):
-                    losses = tensors_of(loss(model(*inputs, **side)))
-                    losses = [tensor for tensor in losses if tensor.requires_grad]
-                    if not losses:
-                        raise ValueError("the loss has no gradient; is all of the model frozen?")
-                    grads = torch.autograd.grad(losses, weights, allow_unused=True)
-                problem = around.problem(kinds.measured, grads)
+                    grads = differentiate(loss(model(*inputs, **side)), [*weights, *others])
+                problem = around.problem(kinds.measured, grads[: len(weights)])
     return [names[place] for place in kinds.measured], problem
 
 
@@ -124,7 +123,8 @@ class _Kinds:
             begin=begin,
             is_captured=self._is_captured,
         )
-        kind = kind_of(part, x, x.requires_grad), _describe((args, kwargs))
+        # Blocks of another list may keep another number of bits.
+        kind = kind_of(part, x, x.requires_grad), describe((args, kwargs)), blocks
         if kind not in self._known:
             self._known[kind] = measure_part(part, x, x.requires_grad)
         self.measured[blocks, index] = self._known[kind]
@@ -158,17 +158,6 @@ def _beginner(
 
 def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _describe(tree: Any) -> Any:
-    """Return a key that trees share if they differ only in the values of their tensors."""
-    leaves, spec = tree_flatten(tree)
-    return str(spec), tuple(
-        (leaf.shape, leaf.dtype, leaf.device, leaf.stride(), leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else repr(leaf)
-        for leaf in leaves
-    )
 
 
 @dataclass
@@ -230,7 +219,7 @@ class _Hollow(KeptInput):
         ]
         if around is not None and visit is not None:
             visit.backward = start, around.meter.moment
-            visit.passing = _size((*grads, *made))
+            visit.passing = size_of((*grads, *made))
             visit.alive_backward = around.alive(visit)
         return [*made, *[None] * (len(needs) - len(made))]
 
@@ -342,9 +331,3 @@ class _Around:
                 moment, top = visit.backward[1], number - 1
         add(top, moment, None, ())
         return peaks
-
-
-def _size(tensors: Sequence[Tensor | None]) -> int:
-    """Return the bytes of the memory of some tensors."""
-    storages = (tensor.untyped_storage() for tensor in tensors if tensor is not None)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -7,6 +7,7 @@ leave it are counted apart: they lie between units, and neighbours may share the
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 from typing import Any, TypeAlias
 from weakref import ref
@@ -23,14 +24,14 @@ from redivider.backward.offload import NUM_LEAVING
 from redivider.backward.row import Row, prepare_streams
 from redivider.backward.saving import Saving
 from redivider.backward.strategy import begin_pass, resolve_strategy
-from redivider.budget.meter import Meter, counting
+from redivider.budget.kind import describe, kind_of_module
+from redivider.budget.meter import Meter, counting, gpu_of, size_of
 from redivider.budget.solve import Key, Option, Peak, Problem
 from redivider.chain import Chain, name_unit, taken
 from redivider.checks.flops import counting_flops
 from redivider.checks.restore import restored
-from redivider.convert.reversible import PLACE
 from redivider.coupling import Coupling
-from redivider.errors import naming
+from redivider.errors import UnitError, naming
 from redivider.gpu.stopwatch import Stopwatch
 from redivider.replay import Call
 from redivider.tree import map_tensors, tensors_of
@@ -39,7 +40,6 @@ NUM_TIMED = 5  # runs, of which the median counts
 NUM_WARM = 2  # runs before them
 NUM_IN_ROW = 3  # equal couplings in a row that is timed
 REVERSED = ("reverse", "overlap", "save")
-PLACES = (PLACE, "layer_idx")  # attributes that say where a block is, ours and transformers'
 ON_GPU = ("offload", "overlap")
 # Choices for junctions, couplings, and blocks of `rd.make_reversible`; `_inside` has more.
 JUNCTION = ("store", "checkpoint", "offload")
@@ -97,6 +97,8 @@ class Part:
     """For a block: a function from a choice to a function that runs the block by it."""
     is_captured: bool = False
     """Whether it is part of a captured step."""
+    checks_drift: bool = False
+    """Whether some steps compare rebuilt streams with the original ones."""
 
     @property
     def couples(self) -> bool:
@@ -117,6 +119,11 @@ class Part:
         params = self.module.parameters() if isinstance(self.module, nn.Module) else ()
         return [param for param in params if param.requires_grad]
 
+    @property
+    def others(self) -> list[Tensor]:
+        """Tensors beside its input, as keywords, that get a gradient."""
+        return wanted_of((self.args, self.side))
+
 
 def measure(
     chain: Chain,
@@ -136,14 +143,23 @@ def measure(
         is_captured: Whether the step is captured.
     """
     arithmetic = chain.arithmetic
-    parts = [Part(unit, taken(unit, side), arithmetic, is_captured=is_captured) for unit in chain]
+    checks_drift = chain.training and chain.check_every > 0
+    parts = [
+        Part(
+            unit,
+            taken(unit, side),
+            arithmetic,
+            is_captured=is_captured,
+            checks_drift=checks_drift,
+        )
+        for unit in chain
+    ]
     parts = [replace(parts[0], is_first=True), *parts[1:], Part(loss, {}, arithmetic, is_loss=True)]
     keys: dict[int, Key] = {address_of(tensor): ("x", i) for i, tensor in enumerate(tensors_of(x))}
     sizes: dict[Key, int] = dict.fromkeys(keys.values(), 0)  # the caller's
-    needs = any(tensor.requires_grad for tensor in tensors_of(x))
+    needs = bool(wanted_of(x))
     known: dict[Any, Measured] = {}
     units, left, in_row = [], 0, False
-    checks_drift = chain.check_every > 0
     with restored(nn.ModuleList([chain, *([loss] if isinstance(loss, nn.Module) else [])])):
         for index, part in enumerate(parts):
             with naming("the loss" if part.is_loss else name_unit(index, part.module)):
@@ -161,17 +177,21 @@ def measure(
                 # What is kept of a pair beside the streams: their form on a grid, and a
                 # fingerprint, with which the rebuilt pair is compared to find drift.
                 own = measured.usages["reverse"].held - measured.inner["reverse"].held
-                sizes[index, "pair"] = own + (_fingerprint(x) if checks_drift else 0)
+                sizes[index, "pair"] = own
             units.append(list(make_options(measured, entering, leaving, (index, "pair"))))
             excess = [
                 max(own) for own in zip(*(u.excess for u in measured.usages.values()), strict=True)
             ]
             add_excess(units, excess, [own.couples for own in parts])
             left += max(usage.left for usage in measured.usages.values())
-            needs = needs or bool(part.weights)
+            needs = needs or bool(part.weights or part.others)
             keys = dict(zip(map(address_of, tensors_of(y)), leaving, strict=True))
             x = y
+    # Below the loss are its numbers and their gradients; a unit is measured with one of 4 bytes.
+    extra = 2 * max(0, size_of(x) - torch.float32.itemsize)
+    units[:-1] = [_with_backward(own, extra) for own in units[:-1]]
     _add_shared(units, parts)
+    _add_keywords(units, parts)
     return Problem(units, sizes, left)
 
 
@@ -219,6 +239,19 @@ def _add_shared(units: list[list[Option]], parts: Sequence[Part]) -> None:
             units[index] = _with_backward(units[index], extra)
 
 
+def _add_keywords(units: list[list[Option]], parts: Sequence[Part]) -> None:
+    """Add to the units below a user of a keyword its gradient, which stays to the end."""
+    users: dict[Tensor, list[int]] = {}
+    for index, part in enumerate(parts):
+        for tensor in dict.fromkeys(part.others):
+            users.setdefault(tensor, []).append(index)
+    for tensor, indices in users.items():
+        for index in range(indices[-1]):
+            # A lower user makes a sum of this gradient and its own, while both are there.
+            extra = tensor.nbytes * (2 if index in indices else 1)
+            units[index] = _with_backward(units[index], extra)
+
+
 def _with_backward(options: Sequence[Option], extra: int) -> list[Option]:
     """Return options whose backward takes more bytes."""
     return [
@@ -239,44 +272,60 @@ def _raised(peaks: Sequence[Peak], extra: int) -> Iterator[Peak]:
 
 def measure_part(part: Part, x: Any, needs: bool) -> Measured:
     """Measure one kind of unit by all choices that there are for it."""
-    is_cuda = any(tensor.is_cuda for tensor in tensors_of(x))
-    choices = part.choices(is_cuda)
+    device = gpu_of(x)
+    choices = part.choices(device is not None)
     if not part.is_loss:
-        more, flops_of_save = _inside(part, x, needs, is_cuda)
+        more, flops_of_save = _inside(part, x, needs, device)
         choices += more
-    usages = {choice: _use([part], choice, x, needs, is_cuda) for choice in choices}
-    # Alone, its input would not leave the device. In a chain the inputs of a few others are on
-    # their way to the host, or back.
-    for choice, like in (("offload", "checkpoint"), ("offload-save", "offload-save")):
-        if choice in usages:
-            own, moving = usages[like], NUM_LEAVING * _size(x)
-            forward, backward = own.forward + moving, own.backward + moving + _size(x)
-            usages[choice] = replace(own, keeps=(), forward=forward, backward=backward)
-    inner = {}
-    for choice in REVERSED:
-        if choice in usages and _is_reversed(part, choice, x):
-            # The lowest coupling of a run need not rebuild its input, so it takes three to have one
-            # inside. Copies have gradients of their own.
-            above = [replace(part, module=deepcopy(part.module)) for _ in range(2)]
-            run = _use([part, *above], choice, x, needs, is_cuda)
-            held = (run.held - usages[choice].held) // 2
-            # Below the top there are two, and the lower one needs no more than the other.
-            inner[choice] = replace(run, held=held, backward=run.inside - 2 * held)
-            usages[choice] = replace(usages[choice], backward=run.backward)
-    if is_cuda:
-        seconds = {choice: _time(part, choice, x, needs) for choice in choices}
-        costs = {choice: max(0.0, seconds[choice] - seconds["store"]) for choice in choices}
+    usages: dict[str, Usage] = {}
+    inner: dict[str, Usage] = {}
+    for choice in choices:
+        try:
+            usages[choice], below = _use_by(part, choice, x, needs, device)
+        except UnitError:  # some units can only be stored, as one that writes into its input
+            if choice == "store":
+                raise
+            continue
+        if below is not None:
+            inner[choice] = below
+    if device is not None:
+        with torch.cuda.device(device):
+            seconds = {choice: _time(part, choice, x, needs) for choice in usages}
+        costs = {choice: max(0.0, seconds[choice] - seconds["store"]) for choice in usages}
     else:
         flops = _count_flops(part, x)
-        costs = dict.fromkeys(choices, flops) | {"store": 0.0}
-        if "save" in choices:
+        costs = dict.fromkeys(usages, flops) | {"store": 0.0}
+        if "save" in costs:
             costs["save"] = flops_of_save
-        if "compress" in costs:  # of two that recompute as much, prefer the exact one
-            costs["compress"] += sum(tensor.numel() for tensor in tensors_of(x))
     return Measured(usages, costs, inner)
 
 
-def _inside(part: Part, x: Any, needs: bool, is_cuda: bool) -> tuple[list[str], float]:
+def _use_by(
+    part: Part, choice: str, x: Any, needs: bool, device: torch.device | None
+) -> tuple[Usage, Usage | None]:
+    """Return the usage of a choice, and for a reversed coupling that below the top of its run."""
+    usage = _use([part], "checkpoint" if choice == "offload" else choice, x, needs, device)
+    if choice in ("offload", "offload-save"):
+        # Alone, its input would not leave the device. In a chain the inputs of a few others are on
+        # their way to the host, or back.
+        moving = NUM_LEAVING * size_of(x)
+        forward, backward = usage.forward + moving, usage.backward + moving + size_of(x)
+        usage = replace(usage, keeps=(), forward=forward, backward=backward)
+    if choice not in REVERSED or not _is_reversed(part, choice, x):
+        return usage, None
+    # The lowest coupling of a run need not rebuild its input, so it takes three to have one inside.
+    # Copies have gradients of their own.
+    above = [replace(part, module=deepcopy(part.module)) for _ in range(2)]
+    run = _use([part, *above], choice, x, needs, device)
+    held = (run.held - usage.held) // 2
+    # Below the top there are two, and the lower one needs no more than the other.
+    below = replace(run, held=held, backward=run.inside - 2 * held)
+    return replace(usage, backward=run.backward), below
+
+
+def _inside(
+    part: Part, x: Any, needs: bool, device: torch.device | None
+) -> tuple[list[str], float]:
     """Return the choices for what is kept inside of a unit, and the FLOPs of "save".
 
     Those of compiled units can only be measured on a GPU: counters see no compiled code. Compiled
@@ -287,18 +336,21 @@ def _inside(part: Part, x: Any, needs: bool, is_cuda: bool) -> tuple[list[str], 
     if part.couples:
         module, args = module.f, inputs[:1]
     if part.begin is None and hasattr(compiled_call(module), "run_saving"):
-        return ["save", "trim"] if is_cuda else [], 0.0
+        return [] if device is None else ["save", "trim"], 0.0
     call, _ = Call.split(module, args, part.side)
     if any(compiled_call(own) is not None for own in call.modules):
         return [], 0.0
     saving = Saving(call)
-    with torch.enable_grad():
-        saving.record(*args, **part.side)
+    try:
+        with torch.enable_grad():
+            saving.record(*args, **part.side)
+    except UnitError:
+        return [], 0.0
     if not saving.num_tensors:  # then it would be as "reverse" or "checkpoint"
         return [], 0.0
     with torch.no_grad(), counting_flops() as counter:
         saving.replay(saving.take())(*args, **part.side)
-    offloads = is_cuda and not part.is_captured
+    offloads = device is not None and not part.is_captured
     return ["save", *["offload-save"] * offloads], float(counter.get_total_flops())
 
 
@@ -308,11 +360,13 @@ def _is_reversed(part: Part, choice: str, x: Any) -> bool:
     return keeping.keep == "nothing"
 
 
-def _use(parts: Sequence[Part], choice: str, x: Any, needs: bool, is_cuda: bool) -> Usage:
+def _use(
+    parts: Sequence[Part], choice: str, x: Any, needs: bool, device: torch.device | None
+) -> Usage:
     """Run a unit, or three couplings in a row, forward and backward, and count bytes."""
     for _ in range(2):  # the first run verifies modules, compiles them, and makes workspaces
         torch.clear_autocast_cache()
-        with counting(is_cuda) as meter, torch.enable_grad():
+        with counting(device) as meter, torch.enable_grad():
             usage = _use_once(parts, choice, x, needs, meter)
     return usage
 
@@ -320,7 +374,7 @@ def _use(parts: Sequence[Part], choice: str, x: Any, needs: bool, is_cuda: bool)
 def _use_once(parts: Sequence[Part], choice: str, x: Any, needs: bool, meter: Meter) -> Usage:
     inputs = x if parts[0].is_first else _fresh(x, needs)
     run, inputs = _start(parts, choice, inputs)
-    size = 0 if parts[0].is_first else _size(inputs)
+    size = 0 if parts[0].is_first else size_of(inputs)
     entered = {address_of(tensor) for tensor in tensors_of(inputs)}
     start = meter.moment
     marks: list[int] = []
@@ -339,20 +393,23 @@ def _use_once(parts: Sequence[Part], choice: str, x: Any, needs: bool, meter: Me
     if not total.requires_grad:
         return Usage(keeps, held, forward, 0)
     start = meter.moment
-    wanted: list[Any] = [*edges, *(weight for part in parts for weight in part.weights)]
+    weights = [weight for part in parts for weight in part.weights]
+    wanted: list[Any] = [*weights, *edges, *dict.fromkeys(parts[0].others)]
     grads = torch.autograd.grad(total, wanted, allow_unused=True)
-    backward = meter.peak_without(grads[len(edges) :], start) - held - kept
+    of_weights, received = grads[: len(weights)], grads[len(weights) :][: len(edges)]
+    backward = meter.peak_without(of_weights, start) - held - kept
     # With overlap, there is no moment between two units.
     below = marks[0] if marks and choice != "overlap" else start
-    left = meter.bytes - total.nbytes - _size(grads)
-    inside = meter.peak_without(grads[len(edges) :], below)
-    received = [grad for grad in grads[: len(edges)] if grad is not None]
+    left = meter.bytes - total.nbytes - size_of(grads)
+    inside = meter.peak_without(of_weights, below)
+    received = tuple(grad for grad in received if grad is not None)
     excess = _excess(received), _excess(received[:1])
     return Usage(keeps, held, forward, backward, left, inside, excess)
 
 
 def _excess(tensors: Sequence[Tensor]) -> int:
-    return max(0, _size(tensors) - sum({id(t): t.nbytes for t in tensors}.values()))
+    dense = [tensor for tensor in tensors if not tensor.is_sparse]
+    return max(0, size_of(dense) - sum({id(t): t.nbytes for t in dense}.values()))
 
 
 def _start(
@@ -385,7 +442,8 @@ def _start(
             streams = row.couple(part.module, a, b, part.side)
         return streams
 
-    return run_row, row.enter(prepare_streams(inputs), drift_tolerance=None)
+    tolerance = inf if part.checks_drift else None  # never a warning
+    return run_row, row.enter(prepare_streams(inputs), drift_tolerance=tolerance)
 
 
 class _Seed(torch.autograd.Function):
@@ -407,6 +465,7 @@ class _Seed(torch.autograd.Function):
 def _time(part: Part, choice: str, x: Any, needs: bool) -> float:
     """Return the median seconds of forward and backward on a GPU, of a unit in a row of some."""
     num = NUM_IN_ROW if part.couples else 1
+    part = replace(part, checks_drift=False)  # as nearly all steps
 
     def step(run: Callable[..., Any], inputs: Any, wanted: list[Any]) -> None:
         total: Tensor = _Seed.apply(*tensors_of(run(inputs, lambda _: None)))  # type: ignore[no-untyped-call]
@@ -418,7 +477,7 @@ def _time(part: Part, choice: str, x: Any, needs: bool) -> float:
         for _ in range(NUM_WARM + NUM_TIMED):
             run, inputs = _start([part] * num, choice, x if part.is_first else _fresh(x, needs))
             edges = (get_gradient_edge(t) for t in tensors_of(inputs) if t.requires_grad)
-            watch(run, inputs, [*edges, *part.weights])
+            watch(run, inputs, [*edges, *part.weights, *part.others])
             del run, inputs
     return median(watch.seconds[NUM_WARM:]) / num
 
@@ -454,25 +513,12 @@ def _enter(x: Any, arithmetic: Arithmetic) -> Any:
 
 def kind_of(part: Part, x: Any, needs: bool) -> Any:
     """Return a key that units share if they differ only in the values of their weights."""
-    inputs = [(t.shape, t.dtype, t.device, t.stride(), t.requires_grad) for t in tensors_of(x)]
-    is_shared = len({address_of(tensor) for tensor in tensors_of(x)}) < len(inputs)
-    key = (*inputs, is_shared, needs, part.is_first)
+    inputs = tensors_of(x)
+    is_shared = len({address_of(tensor) for tensor in inputs}) < len(inputs)
+    key = (describe((x, part.side)), is_shared, needs, part.is_first)
     if part.is_loss or not isinstance(part.module, nn.Module):
         return key, id(part.module)
-    modules = tuple(
-        (name, type(module), compiled_call(module) is None, _settings(module))
-        for name, module in part.module.named_modules()
-    )
-    tensors = (*part.module.named_parameters(), *part.module.named_buffers())
-    weights = tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
-    return key, modules, weights
-
-
-def _settings(module: nn.Module) -> str:
-    """Return the plain attributes of a module, such as `training` and the rate of dropout."""
-    plain = (int, float, str, tuple, list)
-    items = [item for item in vars(module).items() if isinstance(item[1], plain)]
-    return repr([item for item in items if item[0] not in PLACES])
+    return key, kind_of_module(part.module)
 
 
 def name_tensors(
@@ -487,17 +533,19 @@ def name_tensors(
     return named
 
 
+def differentiate(loss: Any, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the gradients of the tensors of a loss."""
+    losses = wanted_of(loss)
+    if not losses or not wanted:
+        raise ValueError("the loss has no gradient; is all of the model frozen?")
+    return torch.autograd.grad(losses, wanted, allow_unused=True)
+
+
+def wanted_of(tree: Any) -> list[Tensor]:
+    """Return the tensors that get a gradient."""
+    return [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
+
+
 def address_of(tensor: Tensor) -> int:
     """Return the address of the memory of a tensor."""
     return int(tensor.untyped_storage().data_ptr())
-
-
-def _size(x: Any) -> int:
-    """Return the bytes of the memory of some tensors."""
-    storages = (tensor.untyped_storage() for tensor in tensors_of(x))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _fingerprint(streams: Any) -> int:
-    """Return the bytes of float64 sums over all but the last dimension of two streams, twice."""
-    return sum(16 * int(stream.shape[-1]) + 16 for stream in streams)

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from redivider.checks.memory import Live
+from redivider.checks.memory import Live, storages_of
+from redivider.tree import tensors_of
 
 
 class Meter(Protocol):
@@ -26,51 +27,71 @@ class Meter(Protocol):
 
 
 class _Allocator:
-    """Counter of CUDA's allocator. Its peaks are without gradients that were there before them."""
+    """Counter of CUDA's allocator. Its peaks are without gradients that were there before them.
 
-    def __init__(self) -> None:
-        torch.cuda.synchronize()
-        self._before = torch.cuda.memory_allocated()
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)
+        self._before = torch.cuda.memory_allocated(device)
         self._peaks: list[int] = []  # between moments
         self._grads = 0
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(device)
 
     @property
     def bytes(self) -> int:
-        return torch.cuda.memory_allocated() - self._before
+        return torch.cuda.memory_allocated(self._device) - self._before
 
     @property
     def moment(self) -> int:
-        self._peaks.append(torch.cuda.max_memory_allocated() - self._grads)
-        torch.cuda.reset_peak_memory_stats()
+        self._peaks.append(self._last)
+        torch.cuda.reset_peak_memory_stats(self._device)
         return len(self._peaks)
+
+    @property
+    def _last(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) - self._grads
 
     def leave_out(self, grad: Tensor | None) -> None:
         """Do not count the gradient of a weight from now on."""
         _ = self.moment
-        self._grads += 0 if grad is None else grad.nbytes
+        if grad is not None:  # it may be sparse, expanded, or a part of another tensor
+            self._grads += min(size_of(grad), grad.numel() * grad.element_size())
 
     def peak_without(self, tensors: Any, since: int = 0, until: int | None = None) -> int:
-        last = torch.cuda.max_memory_allocated() - self._grads
-        return max([*self._peaks, last][since:until]) - self._before
+        return max([*self._peaks, self._last][since:until]) - self._before
 
 
 @contextmanager
-def counting(is_cuda: bool, weights: Sequence[Tensor] = ()) -> Iterator[Meter]:
+def counting(device: torch.device | None, weights: Sequence[Tensor] = ()) -> Iterator[Meter]:
     """Count the bytes that are allocated inside, by CUDA's allocator or by torch's operations.
 
     Args:
-        is_cuda: Whether to count those of a GPU.
+        device: The GPU; None for the CPU.
         weights: Weights whose gradients do not count.
     """
-    if not is_cuda:
+    if device is None:
         with Live() as live:
             yield live
         return
-    meter = _Allocator()
+    meter = _Allocator(device)
     hooks = [weight.register_hook(meter.leave_out) for weight in weights]  # type: ignore[no-untyped-call]
     try:
         yield meter
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def gpu_of(tree: Any) -> torch.device | None:
+    """Return the GPU of the tensors, or None if they are on the CPU."""
+    return next((tensor.device for tensor in tensors_of(tree) if tensor.is_cuda), None)
+
+
+def size_of(tree: Any) -> int:
+    """Return the bytes of the memory of some tensors, which may be sparse."""
+    storages = {storage.data_ptr(): storage.nbytes() for storage in storages_of(tree)}
+    return sum(storages.values())

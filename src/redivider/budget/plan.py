@@ -1,11 +1,12 @@
 """Plans: what every unit of a network keeps, so that a step is fastest within a budget."""
 
 import json
+import numbers
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,16 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from redivider._torch_private import original_module
+from redivider.backward.strategy import resolve_strategy
 from redivider.budget.blocks import measure_blocks
-from redivider.budget.measure import measure
-from redivider.budget.meter import counting
+from redivider.budget.measure import differentiate, measure, wanted_of
+from redivider.budget.meter import counting, gpu_of
 from redivider.budget.solve import Problem, find_least, solve, trace
-from redivider.chain import Chain, name_unit
+from redivider.chain import Chain, name_unit, verify_keywords
 from redivider.checks.memory import format_bytes
 from redivider.checks.restore import restored
 from redivider.checks.size import parse_bytes
 from redivider.convert.reversible import blocks_of, set_strategies, strategies_of
 from redivider.errors import require
+from redivider.files import atomic_write
 from redivider.tree import tensors_of
 
 MARGIN = 0.03  # of the memory of a GPU, for its allocator
@@ -129,16 +133,29 @@ class Plan(Sequence[str]):
         """Let a model train by this plan, in place; by default the one it was made for."""
         model = self._model if model is None else model
         if model is None:
-            raise ValueError("a plan that was loaded has no model: plan.apply(model)")
-        _set_backward(model, _backward(model, self.units))
+            raise ValueError("a plan that was loaded or copied has no model: plan.apply(model)")
+        inner = _unwrapped(model)
+        _verify_kind(inner, "apply")
+        if isinstance(inner, Chain) and len(inner) == len(self):
+            for unit, name in zip(self.units, _unit_names(inner), strict=True):
+                # `fully_shard` changes the names of classes.
+                if unit.name.replace("FSDP", "") != name.replace("FSDP", ""):
+                    raise ValueError(
+                        f"the plan is of another model: it has {unit.name!r}, and here is {name!r}"
+                    )
+        _set_backward(inner, _backward(inner, self.units))
         return model
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": None}
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file."""
         names = ("memory", "measured", "cost_unit", "note")
         values = {name: getattr(self, name) for name in names}
         values["units"] = [asdict(unit) for unit in self.units]
-        Path(path).write_text(json.dumps(values, indent=1) + "\n")
+        with atomic_write(Path(path)) as new:
+            new.write_text(json.dumps(values, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
@@ -146,9 +163,26 @@ class Plan(Sequence[str]):
         try:
             values = json.loads(Path(path).read_text())
             units = [PlannedUnit(**unit) for unit in values.pop("units")]
-            return cls(units, **values)
+            plan = cls(units, **values)
+            plan._verify()
+            return plan
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not a plan, as plan.save writes it: {error}") from None
+
+    def _verify(self) -> None:
+        """Raise if a value has a wrong type, or there are no units."""
+        if len(self.units) < 2:
+            raise ValueError("it has no units")
+        kinds: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, str: str}
+        named = {"memory": int, "measured": int, "cost_unit": str, "note": str}
+        values: list[tuple[str, Any, Any]]
+        values = [(name, getattr(self, name), kind) for name, kind in named.items()]
+        for unit in self.units:
+            resolve_strategy(unit.choice)
+            values += [(own.name, getattr(unit, own.name), own.type) for own in fields(unit)]
+        for name, value, kind in values:
+            if isinstance(value, bool) or not isinstance(value, kinds[kind]):
+                raise ValueError(f"{name} must be {kind.__name__}, got {value!r}")
 
     def plot(self, path: str | Path) -> None:
         """Draw what is held and the peak by unit; the ending of the path chooses the format."""
@@ -207,9 +241,10 @@ def plan(
     Raises:
         ValueError: If no plan fits; it says how much is needed, and by which unit.
     """
-    _verify(model)
-    is_cuda = any(tensor.is_cuda for tensor in tensors_of((x, side)))
-    budget = _free(model, is_cuda) if memory is None else parse_bytes(memory)
+    _verify(model, x, side)
+    device = gpu_of((x, side))
+    budget = _free(model, device) if memory is None else parse_bytes(memory)
+    margin = 0.0 if device is None else MARGIN
     loss = _default_loss if loss is None else loss
     if isinstance(model, Chain):
         names = _unit_names(model)
@@ -217,26 +252,46 @@ def plan(
     else:
         names, problem = measure_blocks(model, x, side, loss, is_captured=capture)
         names.append("the head and the loss")
-    limit, note = budget - int(MARGIN * budget) * is_cuda, ""
-    while True:
-        choices = solve(problem, limit) if limit > 0 else None
-        fits = choices is not None
-        choices = choices or solve(problem, find_least(problem)) or []
+    least = solve(problem, find_least(problem)) or []
+    limit, note = budget - int(margin * budget), ""
+    # The second plan is for less than the first one, and the third takes as little as possible.
+    for _ in range(3):
+        choices = cheapest(problem, limit) or least
         units = list(_planned(problem, choices, names))
         measured = measure_step(model, _backward(model, units), x, loss, **side)
         if measured <= budget:
-            return Plan(units, budget, measured, "seconds" if is_cuda else "FLOPs", note, model)
+            cost_unit = "FLOPs" if device is None else "seconds"
+            return Plan(units, budget, measured, cost_unit, note, model)
         predicted = max(unit.peak for unit in units)
-        if not fits:
-            largest = next(unit.name for unit in units if unit.peak == predicted)
-            needed = measured + int(MARGIN * measured) * is_cuda
-            raise ValueError(
-                f"no plan fits into {budget:,} bytes: the smallest budget is {needed:,} bytes, "
-                f"which {largest} needs; use a smaller batch"
-            )
-        # Made once more for less; if that is not enough, for as little as possible.
+        if choices == least:
+            break
         limit = 0 if note else budget - (measured - predicted)
         note = f"made again, as a first plan took {format_bytes(measured - budget)} too much"
+    largest = next(unit.name for unit in units if unit.peak == predicted)
+    raise ValueError(
+        f"no plan fits into {budget:,} bytes: the smallest budget is "
+        f"{measured + int(margin * measured):,} bytes, which {largest} needs; use a smaller batch"
+    )
+
+
+def cheapest(problem: Problem, memory: int) -> list[int] | None:
+    """Return the index of the cheapest option of every unit, or None if nothing fits.
+
+    Gradients are exact if that takes no longer.
+    """
+    choices, exact = solve(problem, memory), problem.without("compress")
+    if choices is None or exact.units == problem.units:
+        return choices
+    others = solve(exact, memory)
+    if others is None or cost_of(exact, others) > cost_of(problem, choices):
+        return choices
+    pairs = zip(problem.units, exact.units, others, strict=True)
+    return [own.index(options[choice]) for own, options, choice in pairs]
+
+
+def cost_of(problem: Problem, choices: Sequence[int]) -> float:
+    """Return the work or time that choices add to that of `store`."""
+    return sum(own[choice].cost for own, choice in zip(problem.units, choices, strict=True))
 
 
 def measure_step(
@@ -255,22 +310,19 @@ def measure_step(
         loss: A function from its output to a loss.
         **side: Its keywords.
     """
-    is_cuda = any(tensor.is_cuda for tensor in tensors_of((x, side)))
     inputs = (x,) if isinstance(model, Chain) or x is not None else ()
     module = nn.ModuleList([model, *([loss] if isinstance(loss, nn.Module) else [])])
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     torch.clear_autocast_cache()
     with (
         _training_by(model, backward),
-        restored(module),
+        restored(module, checks_drift=True),  # a step that does takes most
         torch.enable_grad(),
-        counting(is_cuda, weights) as meter,
+        counting(gpu_of((x, side)), weights) as meter,
     ):
-        losses = [loss for loss in tensors_of(loss(model(*inputs, **side))) if loss.requires_grad]
-        if not losses:
-            raise ValueError("the loss has no gradient; is all of the model frozen?")
-        grads = torch.autograd.grad(losses, weights, allow_unused=True)
-        return meter.peak_without(grads)
+        wanted = [*weights, *wanted_of((x, side))]
+        grads = differentiate(loss(model(*inputs, **side)), wanted)
+        return meter.peak_without(grads[: len(weights)])
 
 
 @contextmanager
@@ -308,20 +360,53 @@ def _planned(
         before = held
 
 
-def _verify(model: Any) -> None:
-    """Refuse a model that cannot be planned."""
+def _wrappers(*, sharded: bool) -> tuple[Any, ...]:
+    """Return the classes of DDP and FSDP; modules that are sharded in place are no wrappers."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = [] if fsdp is None else [fsdp.FSDPModule, fsdp.FullyShardedDataParallel]
-    wrappers = (DistributedDataParallel, *sharded)
+    if fsdp is None:
+        return (DistributedDataParallel,)
+    in_place = [fsdp.FSDPModule] if sharded else []
+    return (DistributedDataParallel, fsdp.FullyShardedDataParallel, *in_place)
+
+
+def _unwrapped(model: Any) -> Any:
+    """Return the model that DDP, FSDP or torch.compile wraps."""
+    while True:
+        if isinstance(model, _wrappers(sharded=False)):
+            model = model.module
+        elif isinstance(model, nn.Module) and original_module(model) is not None:
+            model = original_module(model)
+        else:
+            return model
+
+
+def _verify_kind(model: Any, function: str) -> None:
+    """Refuse what is neither a chain nor a reversible network."""
+    if not isinstance(model, Chain) and not (isinstance(model, nn.Module) and blocks_of(model)):
+        raise TypeError(
+            f"{function} takes a Chain or a network of rd.make_reversible, "
+            f"got {type(model).__name__}"
+        )
+
+
+def _verify(model: Any, x: Any, side: dict[str, Any]) -> None:
+    """Refuse a model that cannot be planned, and inputs that it does not take."""
+    wrappers = _wrappers(sharded=True)
     if isinstance(model, nn.Module) and any(isinstance(own, wrappers) for own in model.modules()):
         raise ValueError(
             "plan the model before DDP or FSDP wraps it: plan = rd.plan(model, x); then "
             "plan.apply() works before and after"
         )
-    if not isinstance(model, Chain) and not (isinstance(model, nn.Module) and blocks_of(model)):
-        raise TypeError(
-            f"plan takes a Chain or a network of rd.make_reversible, got {type(model).__name__}"
-        )
+    if _unwrapped(model) is not model:
+        raise ValueError("plan the model itself, not torch.compile(model); model.compile() works")
+    _verify_kind(model, "plan")
+    if isinstance(model, Chain):
+        if x is None:
+            raise TypeError("the input of a chain has no name: rd.plan(model, x, memory=...)")
+        verify_keywords(side, model.takes)
+    tensors = [*tensors_of((x, side)), *model.parameters()]
+    if torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors):
+        raise ValueError("a plan needs gradients, which tensors of torch.inference_mode() lack")
 
 
 def _unit_names(model: Chain) -> list[str]:
@@ -335,12 +420,13 @@ def _default_loss(y: Any) -> list[Tensor]:
     return [loss] if isinstance(loss, Tensor) else [tensor.sum() for tensor in tensors_of(y)]
 
 
-def _free(model: nn.Module, is_cuda: bool) -> int:
+def _free(model: nn.Module, device: torch.device | None) -> int:
     """Return the bytes that are free, without those that gradients will take."""
     grads = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
-    if is_cuda:
-        free, _ = torch.cuda.mem_get_info()
-        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - grads
+    if device is not None:
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached - grads
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:

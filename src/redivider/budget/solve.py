@@ -17,7 +17,7 @@ the second search, which is exact.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import inf
@@ -77,6 +77,11 @@ class Problem:
     def size(self, keys: Iterable[Key]) -> int:
         """Return the bytes of some tensors."""
         return sum(self.sizes[key] for key in keys)
+
+    def without(self, choice: str) -> "Problem":
+        """Return the problem without the options of a choice."""
+        units = [[option for option in own if option.choice != choice] for own in self.units]
+        return replace(self, units=units)
 
     def need(self, peaks: Iterable[Peak], kept: frozenset[Key]) -> int:
         """Return the bytes of the largest peak, beyond what is held."""

@@ -165,10 +165,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for storage in _storages((args, kwargs)):  # if unknown, allocated outside: counts 0
+        for storage in storages_of((args, kwargs)):  # if unknown, allocated outside: counts 0
             self._remember(storage, 0)
         result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
+        for storage in storages_of(result):
             self._remember(storage, storage.nbytes())
         return result
 
@@ -199,13 +199,14 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             since: Moment to begin with.
             until: Moment to end with; the present by default.
         """
-        left_out = {self._known.get(storage._cdata) for storage in _storages(tensors)}
+        left_out = {self._known.get(storage._cdata) for storage in storages_of(tensors)}
         sizes = (0 if number in left_out else size for number, size in self._changes)
         end = None if until is None else until + 1
         return max(islice(accumulate(sizes, initial=0), since, end))
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
+def storages_of(tree: Any) -> list[torch.UntypedStorage]:
+    """Return the memory of all tensors of a nested structure, which may be sparse."""
     parts = [part for tensor in tensors_of(tree) for part in _parts(tensor)]
     return [part.untyped_storage() for part in parts]
 

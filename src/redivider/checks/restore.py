@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 
 import torch
 from torch import nn
@@ -10,22 +11,33 @@ from redivider.chain import Chain
 
 
 @contextmanager
-def restored(module: nn.Module) -> Iterator[None]:
-    """Restore random state and buffers afterwards; inside, do not count steps or check drift."""
+def restored(module: nn.Module, *, checks_drift: bool = False) -> Iterator[None]:
+    """Restore random state, buffers and counts of steps afterwards.
+
+    Args:
+        module: The module.
+        checks_drift: Whether every step inside checks for drift, if some do outside; otherwise
+            none does. Only a chain on a grid may warn of it.
+    """
     # A run may create a buffer, or replace one by another tensor.
     buffers = [(child, dict(child._buffers)) for child in module.modules()]
     values = {buffer: buffer.clone() for buffer in module.buffers()}
     devices = {parameter.device for parameter in module.parameters()}
     devices = {device for device in devices if device.type not in ("cpu", "meta")}
-    chains = [(child, child.check_every) for child in module.modules() if isinstance(child, Chain)]
-    for chain, _ in chains:
-        chain.check_every = 0
+    chains = [
+        (child, (child.check_every, child.drift_tolerance, child._num_steps))
+        for child in module.modules()
+        if isinstance(child, Chain)
+    ]
+    for chain, (check_every, _, _) in chains:
+        chain.check_every = int(checks_drift and check_every > 0)
+        chain.drift_tolerance = inf
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
-            for chain, check_every in chains:
-                chain.check_every = check_every
+            for chain, values_of_chain in chains:
+                chain.check_every, chain.drift_tolerance, chain._num_steps = values_of_chain
             for child, originals in buffers:
                 child._buffers.clear()
                 child._buffers.update(originals)

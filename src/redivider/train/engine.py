@@ -196,7 +196,13 @@ class BackpropEngine(Engine):
         loss = _Targeted(self.task.loss, y)
         try:
             with self._autocast():
-                chosen = plan(self.task.body, x, memory=self.recipe.memory, loss=loss)
+                chosen = plan(
+                    self.task.body,
+                    x,
+                    memory=self.recipe.memory,
+                    loss=loss,
+                    capture=self.recipe.capture,
+                )
         except ValueError as error:  # too little; its message says how much is needed
             raise TrainError(f"{error}: --memory, --microbatch") from error
         chosen.apply()

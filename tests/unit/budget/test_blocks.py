@@ -11,15 +11,14 @@ import redivider as rd
 from redivider.budget import blocks as measuring
 from redivider.budget.blocks import measure_blocks
 from redivider.budget.measure import measure_part
-from redivider.budget.plan import measure_step
-from redivider.budget.solve import find_least
+from redivider.budget.plan import cheapest, cost_of, measure_step
+from redivider.budget.solve import find_least, solve
 from redivider.convert.reversible import blocks_of, set_strategies, strategies_of
 
 
 class Block(nn.Module):
-    def __init__(self, layer_idx):
+    def __init__(self):
         super().__init__()
-        self.layer_idx = layer_idx
         self.body = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 
     def forward(self, x):
@@ -32,7 +31,7 @@ class Network(nn.Module):
     def __init__(self, depth=4):
         super().__init__()
         self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
-        self.layers = nn.ModuleList([Block(index) for index in range(depth)])
+        self.layers = nn.ModuleList([Block() for _ in range(depth)])
 
     def forward(self, x):
         x = self.stem(x)
@@ -88,10 +87,21 @@ def test_all_of_the_memory_means_store():
     assert {*plan} == {"store"} and plan.cost == 0
 
 
-def test_exact_choices_come_before_compressed_ones():
+def test_blocks_are_compressed_only_where_that_is_faster():
     model, x = make()
-    most = measure_step(model, "checkpoint", x, loss_of) + 100
-    assert "compress" not in rd.plan(model, x, memory=most, loss=loss_of)
+    problem = measure_blocks(model, x, {}, loss_of)[1]
+    exact = problem.without("compress")
+    seen = set()
+    for budget in range(find_least(problem), 2 * find_least(exact), 500):
+        choices, others = cheapest(problem, budget), solve(exact, budget)
+        assert choices is not None
+        cost = cost_of(problem, choices)
+        assert cost == cost_of(problem, solve(problem, budget) or [])
+        is_exact = cost_of(exact, others) == cost if others else False
+        options = [own[choice].choice for own, choice in zip(problem.units, choices, strict=True)]
+        assert ("compress" in options) == (not is_exact)
+        seen.add(is_exact)
+    assert seen == {True, False}
 
 
 def test_equal_blocks_are_measured_once(monkeypatch):

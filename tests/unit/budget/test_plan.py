@@ -1,8 +1,10 @@
 """Plans: what they print, save and refuse, and what they leave as it was."""
 
+import copy
 import json
+import pickle
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,11 +82,56 @@ def test_it_is_saved_and_loaded(planned, tmp_path):
         loaded.apply()
     chain = rd.Chain(list(model))
     assert loaded.apply(chain) is chain and chain.backward == plan.choices
-    (tmp_path / "other.json").write_text(json.dumps({"units": [{"name": "x"}]}))
-    with pytest.raises(ValueError, match="is not a plan"):
-        rd.Plan.load(tmp_path / "other.json")
     with pytest.raises(ValueError, match="the chain has 9 units"):
         loaded.apply(make(5)[0])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda values: values.update(units=[{"name": "x"}]), "missing"),
+        (lambda values: values.update(units=[]), "no units"),
+        (lambda values: values.update(memory="6GiB"), "memory must be int, got '6GiB'"),
+        (lambda values: values.update(measured=None), "measured must be int"),
+        (lambda values: values["units"][1].update(held="1"), "held must be int"),
+        (lambda values: values["units"][1].update(cost="1"), "cost must be float"),
+        (lambda values: values["units"][1].update(choice="stor"), "did you mean 'store'"),
+        (lambda values: values["units"][1].update(name=3), "name must be str"),
+        (lambda values: values.update(more=3), "more"),
+    ],
+)
+def test_files_that_are_no_plans(planned, tmp_path, change, message):
+    path = tmp_path / "plan.json"
+    planned[2].save(path)
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=f"is not a plan, as plan.save writes it: .*{message}"):
+        rd.Plan.load(path)
+
+
+def test_a_file_is_written_as_a_whole(planned, tmp_path, monkeypatch):
+    planned[2].save(tmp_path / "plan.json")
+    before = (tmp_path / "plan.json").read_text()
+
+    def fail(self, text, *args, **options):
+        with self.open("w") as file:
+            file.write(text[:20])
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="full"):
+        planned[2].save(tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    assert (tmp_path / "plan.json").read_text() == before
+
+
+def test_copies_and_pickles_do_not_include_the_model(planned):
+    for other in (copy.deepcopy(planned[2]), pickle.loads(pickle.dumps(planned[2]))):
+        assert other.units == planned[2].units and str(other) == str(planned[2])
+        with pytest.raises(ValueError, match=r"plan\.apply\(model\)"):
+            other.apply()
+    assert len(pickle.dumps(planned[2])) < 5000
 
 
 @pytest.mark.slow
@@ -236,17 +283,6 @@ def test_sizes(text, size):
 def test_wrong_sizes(text):
     with pytest.raises(ValueError, match="memory"):
         parse_bytes(text)
-
-
-def test_only_chains_that_train_have_plans():
-    wrong: Any = nn.Linear(2, 2)
-    with pytest.raises(
-        TypeError, match=r"takes a Chain or a network of rd\.make_reversible, got Linear"
-    ):
-        rd.plan(wrong, torch.randn(3, 2), memory="1GiB")
-    model, x = make()
-    with pytest.raises(ValueError, match="no gradient"):
-        rd.plan(model.requires_grad_(False), x, memory="1GiB")
 
 
 @pytest.mark.slow
