@@ -16,6 +16,7 @@ compute the gradients of weights.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate as sums
 from itertools import cycle
 from math import inf, isfinite
@@ -166,19 +167,11 @@ class _Setting:
 
     def factors(self, seed: int = 0) -> Iterator[float] | None:
         """Return factors for the times of actions; their mean is 1."""
-        if not self.jitter:
-            return None
-        dice = Random(seed)
-        drawn = [max(0.0, dice.gauss(1.0, self.jitter)) for _ in range(50_021)]
-        mean = fmean(drawn)
-        return cycle([factor / mean for factor in drawn])
+        return cycle(_draw_factors(self.jitter, seed)) if self.jitter else None
 
     def steady(self) -> tuple[float, float]:
         """Return the time of a tick in steady state, and the share of it that is idle."""
-        costs, num = self.costs, self.schedule.num_stages
-        whole = [
-            sum(times) for times in zip(costs.forward, costs.backward, costs.rest, strict=True)
-        ]
+        costs, num, whole = self.costs, self.schedule.num_stages, self.costs.whole
         slots = [self.schedule.delay(0) - self.schedule.delay(stage) for stage in range(num)]
         # Times from stage 0 up to a stage; those of a cycle from a to b are a difference of two.
         steps = [0.0, *costs.hop]
@@ -195,7 +188,11 @@ class _Setting:
         return tick, max(0.0, 1.0 - fmean(whole) / tick)
 
     def replay(self) -> tuple[float, float]:
-        """Return the mean time of a tick, and the share of it that is idle."""
+        """Return the mean time of a tick, and the share of it that is idle.
+
+        Fast devices may run ahead of slow ones for longer than the replay lasts. So a tick takes at
+        least what it takes without jitter and requests.
+        """
         schedule, num_stages = self.schedule, self.schedule.num_stages
         num_full = schedule.num_in_flight + MIN_TICKS
         num_ticks = max(MIN_TICKS, NUM_REPLAYED // (2 * num_stages * self.replicas))
@@ -209,11 +206,14 @@ class _Setting:
                     clock.run([wave])
                 if wave[0] == "B" and self.replicas > 1:
                     self._wait_for_replicas(clocks, wave[1], counts)
-            seen.append([(fmean(clock.free), fmean(clock.busy)) for clock in clocks])
-        elapsed, busy = (
-            fmean(after[i] - before[i] for before, after in zip(*seen, strict=True)) for i in (0, 1)
-        )
-        return elapsed / num_ticks, max(0.0, 1.0 - busy / elapsed)
+            totals = ((sum(c.free[j] for c in clocks), sum(c.busy[j] for c in clocks)) for j in range(num_stages))
+            seen.append(list(totals))
+        shares = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in zip(*seen, strict=True)]
+        # From shares, because the mean of drawn times is not quite that of the costs.
+        ticks_of = [own / share for own, share in zip(self.costs.whole, shares, strict=True)]
+        # With jitter the longest of them would be too long by chance.
+        tick = max(self.steady()[0], fmean(ticks_of) if self.jitter else max(ticks_of))
+        return tick, max(0.0, 1.0 - fmean(self.costs.whole) / tick)
 
     def _wait_for_replicas(
         self, clocks: Sequence[Clock], stages: Sequence[int], counts: list[int]
@@ -308,6 +308,14 @@ def _resolve(
     if method == "interleaved":
         costs = _interleave(costs)
     return _Setting(method, schedule, accumulate, costs, jitter, replicas)
+
+
+@lru_cache(8)
+def _draw_factors(jitter: float, seed: int) -> list[float]:
+    dice = Random(seed)
+    drawn = [max(0.0, dice.gauss(1.0, jitter)) for _ in range(50_021)]
+    mean = fmean(drawn)
+    return [factor / mean for factor in drawn]
 
 
 def _sends_early(schedule: Schedule, stage: int, method: str) -> bool:

@@ -21,6 +21,7 @@ Step = tuple[str, int, int]
 Spans = dict[Step, tuple[float, float]]
 latencies = st.sampled_from([0.5, 1, 1.5, 2, 4])
 times = st.integers(1, 9)
+replicas = st.integers(1, 2)
 
 
 def shorter_replays():
@@ -391,6 +392,32 @@ def test_jitter_costs_more_with_less_latency():
             assert 4 * result.throughput == pytest.approx(share, abs=0.01)
     early = rd.simulate(latency=0.5, backward=3, jitter=0.1)
     assert 0.95 < 4 * early.throughput < 4 * rd.simulate(backward=3, jitter=0.1).throughput
+
+
+@given(st.data())
+def test_nothing_is_faster_than_the_slowest_stage(data):
+    """Neither where others run ahead of it for longer than the replay lasts, nor by chance."""
+    stages = data.draw(st.integers(1, 24))
+    drawn_times = data.draw(costs(stages))
+    jitter = data.draw(st.sampled_from([0.0, 0.02, 1.0]))
+    arguments = {"jitter": jitter, "rendezvous": not jitter or data.draw(st.booleans())}
+    arguments |= {"latency": data.draw(latencies | st.just(16)), "replicas": data.draw(replicas)}
+    with patch.multiple("redivider.pipeline.simulate", NUM_REPLAYED=500, MIN_TICKS=8):
+        result = rd.simulate(stages=stages, **drawn_times, **arguments)
+    whole = [f + b for f, b in zip(drawn_times["forward"], drawn_times["backward"], strict=True)]
+    period = arguments["replicas"] / result.throughput
+    assert period >= max(whole) * (1 - 1e-9)
+    assert result.idle == pytest.approx(1 - sum(whole) / stages / period)
+
+
+def test_a_slow_stage_of_many_is_the_bottleneck():
+    forward, backward = [1.0] * 63 + [1.1], [2.0] * 63 + [2.2]
+    with shorter_replays():
+        result = rd.simulate(
+            stages=64, forward=forward, backward=backward, latency=8, jitter=0.02
+        )
+    assert 0.99 / 3.3 <= result.throughput <= 1.000001 / 3.3
+    assert result.idle >= 1 - (63 * 3 + 3.3) / 64 / 3.3 - 1e-9
 
 
 @pytest.mark.slow

@@ -138,8 +138,9 @@ def count_bytes(tree: Any, known: set[int]) -> int:
     total = 0
     for tensor in tensors_of(tree):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            known.add(storage.data_ptr())
+        key = storage.data_ptr() or storage._cdata  # on the meta device no memory has an address
+        if key not in known:
+            known.add(key)
             total += storage.nbytes()
     return total
 

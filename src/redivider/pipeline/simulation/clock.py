@@ -7,6 +7,7 @@ the order in which they are read, so that an inbox is a queue of arrival times.
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from typing import Any
 
@@ -36,6 +37,12 @@ class Costs:
     def num_devices(self) -> int:
         """Number of devices."""
         return 1 + max(self.device)
+
+    @cached_property
+    def whole(self) -> list[float]:
+        """Time of all actions of a stage for one micro-batch."""
+        times = zip(self.forward, self.backward, self.rest, strict=True)
+        return [sum(own) for own in times]
 
 
 class _Inputs(deque[float]):
