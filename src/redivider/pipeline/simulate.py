@@ -259,9 +259,7 @@ class _Setting:
                     self._wait_for_replicas(clocks, wave[1], counts)
             seen.append((_totals(c.free for c in clocks), _totals(c.busy for c in clocks)))
         (free_0, busy_0), (free_1, busy_1) = seen
-        shares = [
-            (busy_1[j] - busy_0[j]) / (free_1[j] - free_0[j]) for j in range(num_stages)
-        ]
+        shares = [(busy_1[j] - busy_0[j]) / (free_1[j] - free_0[j]) for j in range(num_stages)]
         # From shares, because the mean of drawn times is not quite that of the costs.
         ticks_of = [own / share for own, share in zip(self.costs.whole, shares, strict=True)]
         # With jitter the longest of them would be too long by chance.
@@ -322,7 +320,7 @@ def _verify(
     stages: int,
     accumulate: int,
     latency: float | Sequence[float],
-    jitter: float,
+    jitter: Any,
     replicas: int,
     recompute: bool,
 ) -> None:
@@ -331,7 +329,7 @@ def _verify(
         raise ValueError(not_one_of("method", method, [*ASYNCHRONOUS, *LATENCIES]))
     for name, count in (("stages", stages), ("accumulate", accumulate), ("replicas", replicas)):
         _verify_count(name, count)
-    if not isinstance(jitter, Real) or not 0 <= jitter <= 1:
+    if not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
         raise ValueError(f"jitter must be a number from 0 to 1, got {jitter!r}")
     verify_latency(latency)
     if recompute and method not in LATENCIES:
@@ -340,8 +338,8 @@ def _verify(
         raise ValueError(f"interleaved needs accumulate to be a multiple of {stages} stages")
 
 
-def _verify_count(name: str, count: object) -> None:
-    if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
+def _verify_count(name: str, count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, Integral) or int(count) < 1:
         raise ValueError(f"{name} must be a whole number, at least 1, got {count!r}")
 
 

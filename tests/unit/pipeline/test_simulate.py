@@ -433,9 +433,7 @@ def test_nothing_is_faster_than_the_slowest_stage(data):
 def test_a_slow_stage_of_many_is_the_bottleneck():
     forward, backward = [1.0] * 63 + [1.1], [2.0] * 63 + [2.2]
     with shorter_replays():
-        result = rd.simulate(
-            stages=64, forward=forward, backward=backward, latency=8, jitter=0.02
-        )
+        result = rd.simulate(stages=64, forward=forward, backward=backward, latency=8, jitter=0.02)
     assert 0.99 / 3.3 <= result.throughput <= 1.000001 / 3.3
     assert result.idle >= 1 - (63 * 3 + 3.3) / 64 / 3.3 - 1e-9
 
@@ -547,12 +545,13 @@ def test_mistakes_are_refused():
     ):
         with pytest.raises(ValueError, match=text):
             rd.simulate(**arguments)
+    wrong: Any
     for wrong in (None, "a", [1.0, None]):
         with pytest.raises(TypeError, match="forward must be a number, or a list with one for"):
             rd.simulate(stages=2, forward=wrong)
-    for number in (-3, 0, 2.0):
+    for wrong in (-3, 0, 2.0):
         with pytest.raises(ValueError, match="num_microbatches must be a whole number"):
-            rd.simulate().timeline(number)
+            rd.simulate().timeline(wrong)
     with pytest.raises(ValueError, match="an update has 6 micro-batches, got 7"):
         rd.simulate("1f1b", 3, 6).timeline(7)
 
@@ -571,9 +570,7 @@ def test_a_timeline_begins_like_the_whole_update(method):
 
 def test_a_simulation_prints_a_table():
     result = rd.simulate(stages=4, accumulate=8)
-    assert repr(result) == (
-        "Simulation('petra', stages=4, throughput=0.3333, idle=0, late=0.75)"
-    )
+    assert repr(result) == ("Simulation('petra', stages=4, throughput=0.3333, idle=0, late=0.75)")
     table = dict(line.split(maxsplit=1) for line in str(result).splitlines())
     assert table["idle"] == "0.0%" and table["late"].startswith("0.75 updates")
 
