@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
@@ -164,6 +165,8 @@ def _make_parser() -> argparse.ArgumentParser:
         command.add_argument(
             f"--{name}", type=kind, default=default, required=default is None, help=text
         )
+    command.add_argument("--nodes", type=int, default=1, help="Machines of these devices (1).")
+    command.add_argument("--image-size", type=int, help="Pixels of an image; 224 by default.")
     command.add_argument("--picture", type=Path, help="File for the timeline, such as plan.svg.")
     command = add(report, "Write a page about runs.")
     _add_runs(command, "+")
@@ -287,12 +290,23 @@ def report(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def plan_pipeline(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print a plan of a pipeline: a table, a picture and a command."""
+    from redivider.pipeline.diagnostics.timeline import verify_picture
     from redivider.pipeline.planner import Cluster
     from redivider.train.pipeline_plan import plan_pipeline as plan
 
-    for name in ("devices", "samples", "memory", "bandwidth", "tflops"):
-        if not getattr(args, name) > 0:
-            raise Usage(f"--{name} must be above 0")
+    for name in ("devices", "nodes", "samples", "memory", "bandwidth", "tflops"):
+        if not 0 < getattr(args, name.replace("-", "_")) < inf:
+            raise Usage(f"--{name} must be above 0, and finite")
+    for name in ("link-ms", "overhead-us", "max-late"):
+        if not 0 <= getattr(args, name.replace("-", "_")) < inf:
+            raise Usage(f"--{name} must be at least 0, and finite")
+    if args.devices % args.nodes:
+        raise Usage(f"--devices {args.devices} is no multiple of --nodes {args.nodes}")
+    if args.picture is not None:
+        try:
+            verify_picture(args.picture)
+        except ValueError as error:
+            raise Usage(f"--picture: {error}") from None
     cluster = Cluster(
         devices=args.devices,
         memory=args.memory * 2**30,
@@ -306,6 +320,8 @@ def plan_pipeline(args: argparse.Namespace, rest: Sequence[str]) -> int:
         samples=args.samples,
         max_late=args.max_late,
         flops=args.tflops * 1e12,
+        nodes=args.nodes,
+        **({} if args.image_size is None else {"image_size": args.image_size}),
     )
     print(chosen)
     if args.picture is not None:

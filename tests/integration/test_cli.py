@@ -128,7 +128,7 @@ def test_it_runs_from_a_source_tree_that_is_not_installed():
 def test_a_plan_is_a_table_a_picture_and_a_command(capsys, tmp_path):
     words = "plan-pipeline rev_vit_tiny --devices 4 --samples 64 --link-ms 20".split()
     assert main([*words, "--picture", str(tmp_path / "plan.svg")]) == 0
-    table, picture, command = capsys.readouterr().out.strip().split("\n\n")
+    table, picture, advice, command = capsys.readouterr().out.strip().split("\n\n")
     names = [line.split("  ")[0] for line in table.splitlines()]
     assert [name.partition(",")[0] for name in names] == [
         "method",
@@ -138,8 +138,19 @@ def test_a_plan_is_a_table_a_picture_and_a_command(capsys, tmp_path):
         "zero bubble",
     ]
     assert picture.startswith("stage 0  ")
+    assert "224 x 224 pixels" in advice and "4 copies of the weights" in advice
     assert command.startswith("torchrun --nproc-per-node 4 -m redivider train RECIPE --model")
     assert "</svg>" in (tmp_path / "plan.svg").read_text()
+
+
+def test_a_plan_names_machines_and_the_size_of_images(capsys):
+    words = "plan-pipeline revnet18 --devices 4 --samples 64 --nodes 2 --image-size 32"
+    assert main(words.split()) == 0
+    table, _, advice, command = capsys.readouterr().out.strip().split("\n\n")
+    assert "1F1B, data parallel  " in table and "No synchronous method" in advice
+    assert "32 x 32 pixels" in advice and command.endswith("--model-options image_size 32")
+    assert command.startswith("torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400")
+    assert "--nproc-per-node 2 " in command
 
 
 def test_a_plan_that_cannot_be_kept_says_so(capsys):
@@ -147,8 +158,21 @@ def test_a_plan_that_cannot_be_kept_says_so(capsys):
     for more, text in (
         ("--memory 0.001", "allow more memory or delay"),
         ("--memory 0", "--memory must be above 0"),
+        ("--link-ms -5", "--link-ms must be at least 0"),
+        ("--link-ms nan", "--link-ms must be at least 0"),
+        ("--overhead-us inf", "--overhead-us must be at least 0"),
+        ("--overhead-us -100000", "--overhead-us must be at least 0"),
+        ("--max-late nan", "--max-late must be at least 0"),
+        ("--bandwidth inf", "--bandwidth must be above 0"),
+        ("--picture x.foo", "--picture: x.foo must end in one of"),
+        ("--picture none/x.svg", "there is no folder none"),
+        ("--nodes 3", "--devices 4 is no multiple of --nodes 3"),
+        ("--image-size 225", "image_size 225 is not divisible"),
     ):
         assert main([*words.split(), *more.split()]) == 2
-        assert text in capsys.readouterr().err
+        out, err = capsys.readouterr()
+        assert text in err and not out
+    assert main(["plan-pipeline", "rev_vit_tinny", "--devices", "4", "--samples", "64"]) == 2
+    assert "did you mean 'rev_vit_tiny'?" in capsys.readouterr().err
     assert main(["plan-pipeline", "swan", "--devices", "4", "--samples", "64"]) == 2
     assert "there is no model 'swan'" in capsys.readouterr().err

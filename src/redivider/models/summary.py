@@ -40,7 +40,7 @@ def summarise(
             without couplings.
         **options: Options of the model.
     """
-    model, x = _build(name, batch, options)
+    model, x = build(name, batch, options)
     kept: dict[str, float] = {}
     for backward in ("store", *also):
         if backward.startswith("reverse") and not _is_reversible(model):
@@ -61,7 +61,7 @@ def summarise_by_layer(name: str, *, batch: int = 8) -> Summary:
     depths = options.depths if has_stages else (options.depth,)
     shallow = [min(depth, 3 if has_stages else 1) for depth in depths]
     built = {"depths": shallow} if has_stages else {"depth": shallow[0]}
-    model, x = _build(name, batch, built)
+    model, x = build(name, batch, built)
     units = _walk(model, x)
     parameters = sum(param.numel() for param in model.parameters())
     flops, stored = sum(unit.flops for unit in units), sum(unit.graph for unit in units)
@@ -99,7 +99,7 @@ class UnitSummary:
 
 def summarise_units(name: str, *, batch: int = 8, **options: Any) -> list[UnitSummary]:
     """Count FLOPs and bytes of every unit of a model, per sample."""
-    return _walk(*_build(name, batch, options))
+    return _walk(*build(name, batch, options))
 
 
 def _walk(model: Chain, x: Tensor) -> list[UnitSummary]:
@@ -142,7 +142,7 @@ def _num_bytes(tree: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_of(tree))
 
 
-def _build(name: str, batch: int, options: dict[str, Any]) -> tuple[Chain, Tensor]:
+def build(name: str, batch: int, options: dict[str, Any]) -> tuple[Chain, Tensor]:
     """Return a model and a batch for it, on the meta device."""
     model = create_model(name, device="meta", **options)
     model.check_every = 0

@@ -6,7 +6,7 @@ runs. All of that depends on the place of the stage: lower ones have more micro-
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate as running_sums
 from math import ceil, inf
 from typing import Any
@@ -45,6 +45,11 @@ class UnitBytes:
     """Bytes that plain autograd keeps."""
     peak: int
     """Largest number of bytes in a forward and backward by plain autograd."""
+
+    def scaled(self, factor: float) -> "UnitBytes":
+        """Return the bytes for a micro-batch so many times as large."""
+        names = ("input", "argument", "output", "graph", "peak")
+        return replace(self, **{name: ceil(getattr(self, name) * factor) for name in names})
 
 
 def balance(
@@ -173,6 +178,20 @@ class StageSizes:
             + self.schedule.num_waiting("up", stage) * self.units[start].input
             + self.schedule.num_waiting("down", stage) * down * self.units[end - 1].output
         )
+
+    def synchronous(self, start: int, end: int, num_held: float, *, recompute: bool) -> float:
+        """Return the bytes of units as a stage that stores, and never updates in between.
+
+        Args:
+            start: The first unit.
+            end: The unit above the last.
+            num_held: Micro-batches between forward and backward, at most.
+            recompute: Whether only inputs of the stage are kept.
+        """
+        size = self._weights[end] - self._weights[start]
+        size += max(0, *(unit.peak - unit.graph for unit in self.units[start:end]))
+        keep = self._keep(start, end)
+        return size + (num_held * self.units[start].input + keep if recompute else num_held * keep)
 
     def _keep(self, start: int, end: int) -> int:
         """Return the bytes that units keep for a micro-batch."""

@@ -7,9 +7,11 @@ Candidates are simulated in the order of their bounds, until no bound is above t
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
-from math import ceil, inf
+from itertools import accumulate, pairwise
+from math import ceil, inf, isqrt, log2
 
+from redivider.pipeline.balance import StageSizes, UnitBytes
+from redivider.pipeline.methods import resolve_method
 from redivider.pipeline.partition import cut_evenly, loads_of
 from redivider.pipeline.schedule import Schedule
 from redivider.pipeline.simulate import LATENCIES as SYNCHRONOUS
@@ -20,23 +22,20 @@ TICKS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 METHODS = ("petra", "delayed-graph", "1f1b", "zero-bubble")
 OURS = ("petra", "delayed-graph")
 STATE = 4
-"""Copies of the weights in memory: weights, gradients and two moments of the optimizer."""
+"""Copies of the weights in memory: weights, gradients and two moments of Adam."""
 
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """Costs of every unit of a model, for one sample."""
+    """Costs of every unit of a model."""
 
     seconds: tuple[float, ...]
-    """Seconds of a forward. A backward takes twice as long, and again as long to recompute."""
-    kept: tuple[int, ...]
-    """Bytes of the input that PETRA keeps: 0 for a coupling."""
-    graph: tuple[int, ...]
-    """Bytes that plain autograd keeps."""
-    output: tuple[int, ...]
-    """Bytes that go on to the next unit."""
-    weights: tuple[int, ...]
-    """Bytes of the parameters."""
+    """Seconds of a forward of a sample. A backward takes twice as long, and another forward to
+    recompute."""
+    bytes: tuple[UnitBytes, ...]
+    """Bytes for a batch."""
+    batch: int = 1
+    """Samples of that batch."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +111,9 @@ class Planner:
     def choose(self, method: str) -> Choice | None:
         """Return the best pipeline of a method; None if none fits."""
         best: Choice | None = None
-        by_bound = sorted(self.candidates(method), key=self.bound, reverse=True)
-        for candidate in by_bound:
-            if best is not None and self.bound(candidate) < 0.999999 * best.throughput:
+        for candidate in sorted(self.candidates(method), key=self.bound, reverse=True):
+            # Ranks compare six digits of throughput, so a bound just below may still be as good.
+            if best is not None and self.bound(candidate) < (1 - 1e-6) * best.throughput:
                 break
             choice = self.evaluate(candidate)
             if choice is not None and (best is None or choice.rank > best.rank):
@@ -139,30 +138,53 @@ class Planner:
 
     def bound(self, candidate: Candidate) -> float:
         """Return the samples per second if no device ever waited."""
-        forward, backward = self._times(candidate)
-        slowest = max(f + b for f, b in zip(forward, backward, strict=True))
+        forwards = 4 if candidate.recompute or candidate.method == "petra" else 3
+        slowest = forwards * max(self._forward(candidate))
         return candidate.replicas * candidate.microbatch / slowest
 
     def evaluate(self, candidate: Candidate) -> Choice | None:
         """Simulate a candidate; return None if it needs too much memory."""
-        forward, backward = self._times(candidate)
-        again = [f if candidate.recompute else 0.0 for f in forward]
+        forward = self._forward(candidate)
+        own = 3 if candidate.method == "petra" else 2  # with what PETRA computes again
         simulation = simulate(
             candidate.method,
             candidate.stages,
             candidate.accumulate,
             forward=forward,
-            backward=[b - f for b, f in zip(backward, again, strict=True)],
+            backward=[own * time for time in forward],
             latency=candidate.latency,
             hop=self._hops(candidate),
             recompute=candidate.recompute,
         )
-        memory = max(self._memory(candidate, simulation.held))
+        memory = max(self.memory(candidate, simulation.held))
         if memory > self.cluster.memory:
             return None
         update = candidate.accumulate / simulation.throughput + self._averaging(candidate)
         cut = self.cut(candidate.stages)
         return Choice(candidate, cut, self.samples / update, memory, simulation)
+
+    def memory(self, candidate: Candidate, held: list[float]) -> list[float]:
+        """Return the bytes of every device.
+
+        Args:
+            candidate: The setting.
+            held: Micro-batches that a synchronous method holds in every stage.
+        """
+        is_ours = candidate.method in OURS
+        sizes = StageSizes(
+            self._units(candidate),
+            resolve_method(candidate.method if is_ours else "delayed-graph"),
+            Schedule(candidate.stages, candidate.latency),
+            candidate.accumulate,
+            STATE,
+        )
+        places = self._places(candidate)
+        if is_ours:
+            return [sizes(j, start, end) for j, (start, end) in enumerate(places)]
+        return [
+            sizes.synchronous(start, end, num, recompute=candidate.recompute)
+            for (start, end), num in zip(places, held, strict=True)
+        ]
 
     def cut(self, stages: int) -> list[int]:
         """Return the sizes of so many stages, balanced by time."""
@@ -170,66 +192,48 @@ class Planner:
             self._cuts[stages] = cut_evenly(self.units.seconds, stages)
         return self._cuts[stages]
 
-    def _times(self, candidate: Candidate) -> tuple[list[float], list[float]]:
-        """Return the seconds of forwards and backwards of the stages."""
+    def _forward(self, candidate: Candidate) -> list[float]:
+        """Return the seconds of forwards of the stages."""
         sizes = self.cut(candidate.stages)
-        forward = [
+        return [
             candidate.microbatch * load + self.cluster.overhead * size
             for load, size in zip(loads_of(self.units.seconds, sizes), sizes, strict=True)
         ]
-        factor = 3 if candidate.method == "petra" or candidate.recompute else 2
-        return forward, [factor * time for time in forward]
 
-    def _inputs(self, candidate: Candidate) -> list[int]:
-        """Return the bytes of the inputs of the stages."""
-        ends = accumulate(self.cut(candidate.stages))
-        outputs = [self.units.output[end - 1] for end in ends]
-        return [candidate.microbatch * size for size in (self.units.kept[0], *outputs[:-1])]
+    def _places(self, candidate: Candidate) -> list[tuple[int, int]]:
+        """Return the first unit of every stage, and the one above its last."""
+        return list(pairwise(accumulate(self.cut(candidate.stages), initial=0)))
+
+    def _units(self, candidate: Candidate) -> list[UnitBytes]:
+        factor = candidate.microbatch / self.units.batch
+        return [unit.scaled(factor) for unit in self.units.bytes]
 
     def _hops(self, candidate: Candidate) -> list[float]:
         """Return the seconds of transfers between stages, the mean of up and down."""
-        # Down go gradients, and with PETRA also the streams that a stage has rebuilt.
-        share = 1.5 if candidate.method == "petra" else 1.0
-        sizes = self._inputs(candidate)[1:]
-        return [self.cluster.delay + share * size / self.cluster.bandwidth for size in sizes]
+        units, hops = self._units(candidate), []
+        for _, end in self._places(candidate)[:-1]:
+            # Down go gradients, and with PETRA also the streams that a coupling has rebuilt.
+            rebuilds = candidate.method == "petra" and units[end - 1].couples
+            share = 1.5 if rebuilds else 1.0
+            size = share * units[end - 1].output
+            hops.append(self.cluster.delay + size / self.cluster.bandwidth)
+        return hops
 
     def _averaging(self, candidate: Candidate) -> float:
-        """Return the seconds in which replicas average the gradients of an update."""
-        if candidate.replicas == 1:
-            return 0.0
-        most = max(loads_of(self.units.weights, self.cut(candidate.stages)))
-        share = 2 * (candidate.replicas - 1) / candidate.replicas
-        return share * most / self.cluster.bandwidth + 2 * self.cluster.delay
+        """Return the seconds in which replicas average the gradients of an update.
 
-    def _memory(self, candidate: Candidate, held: list[float]) -> list[float]:
-        """Return the bytes of every device for the micro-batches that it holds."""
-        sizes, inputs = self.cut(candidate.stages), self._inputs(candidate)
-        loads = (self.units.weights, self.units.kept, self.units.graph)
-        weights, kept, graph = (loads_of(values, sizes) for values in loads)
-        schedule = Schedule(candidate.stages, candidate.latency)
-        total = []
-        for j, (own, num) in enumerate(zip(weights, held, strict=True)):
-            used = STATE * own
-            if candidate.method == "petra":
-                start = sum(sizes[:j])
-                used += candidate.microbatch * num * kept[j]
-                used += candidate.microbatch * max(self.units.graph[start : start + sizes[j]])
-            elif candidate.method == "delayed-graph":
-                used += ceil(schedule.delay(j) / candidate.accumulate) * own  # old weights
-                used += candidate.microbatch * (num + 1) * graph[j]
-            elif candidate.recompute:
-                used += num * inputs[j] + candidate.microbatch * graph[j]
-            else:
-                used += candidate.microbatch * num * graph[j]
-            if candidate.method in OURS:
-                above = inputs[j + 1] if j + 1 < len(inputs) else 0
-                used += schedule.num_waiting("up", j) * inputs[j]
-                used += (
-                    schedule.num_waiting("down", j) * above * (1 + (candidate.method == "petra"))
-                )
-            total.append(used)
-        return total
+        Gloo sends them around a ring. NCCL also has trees, of fewer steps with more bytes, and
+        takes what is faster.
+        """
+        num = candidate.replicas
+        trained = [unit.trained for unit in self.units.bytes]
+        most = max(loads_of(trained, self.cut(candidate.stages)))
+        ring = 2 * (num - 1) * (self.cluster.delay + most / num / self.cluster.bandwidth)
+        depth = 2 * ceil(log2(num))
+        tree = depth * self.cluster.delay + 2 * most / self.cluster.bandwidth
+        return min(ring, tree) if num > 1 else 0.0
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    low = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*low, *(number // divisor for divisor in low)})

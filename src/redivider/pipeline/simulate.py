@@ -14,14 +14,16 @@ where backwards above stage a count until they send, which at a latency of 0.5 i
 compute the gradients of weights.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate as sums
 from itertools import cycle
-from math import inf, isfinite
+from math import inf
+from numbers import Integral, Real
 from random import Random
 from statistics import fmean
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from redivider.errors import not_one_of
 from redivider.pipeline.diagnostics.timeline import Spans, Timeline, draw_spans
@@ -42,10 +44,14 @@ LATENCIES = {"gpipe": 0.5, "1f1b": 0.5, "interleaved": 0.5, "zero-bubble": 0.5, 
 """Synchronous methods, and the latency of the schedule in whose order they run one update."""
 NUM_REPLAYED = 100_000  # actions in a replay with jitter, about
 MIN_TICKS = 300
+MAX_DRAWN = 10_000
+"""Stages times micro-batches that a timeline has by default."""
+MAX_TIME = 1e100
+"""Time of an action, at most: sums of longer ones may overflow."""
 Times: TypeAlias = float | Sequence[float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Simulation:
     """Prediction for a pipeline, made by `simulate`."""
 
@@ -61,20 +67,45 @@ class Simulation:
     """Updates by which the gradient of the first stage is late."""
     _setting: "_Setting"
 
+    def __repr__(self) -> str:
+        return (
+            f"Simulation({self._setting.method!r}, stages={len(self.delay)}, "
+            f"throughput={self.throughput:.4g}, idle={self.idle:.4g}, late={self.late:.4g})"
+        )
+
+    def __str__(self) -> str:
+        """Format a table."""
+        rows = {
+            "method": self._setting.method,
+            "stages": f"{len(self.delay)}",
+            "throughput": f"{self.throughput:.4g} micro-batches per unit of time",
+            "idle": f"{self.idle:.1%}",
+            "late": f"{self.late:.3g} updates (stage 0)",
+            "held": f"{max(self.held):g} micro-batches (stage 0)",
+        }
+        return "\n".join(f"{name:<12}{text}" for name, text in rows.items())
+
     def timeline(self, num_microbatches: int | None = None) -> Timeline:
         """Return start and end of the actions of the first micro-batches.
 
         Args:
-            num_microbatches: Number of micro-batches; by default those of an update, or for methods
-                of ours as many as fill the pipeline twice.
+            num_microbatches: Number of micro-batches, at most those of an update for synchronous
+                methods; by default those of an update, or for methods of ours as many as fill the
+                pipeline twice. Large pipelines draw fewer by default.
         """
         setting = self._setting
+        most = setting.num if setting.is_synchronous else inf
         if num_microbatches is None:
-            in_flight = setting.schedule.num_in_flight
-            num_microbatches = setting.num if setting.is_synchronous else 2 * in_flight + 2
+            own = most if setting.is_synchronous else 2 * setting.schedule.num_in_flight + 2
+            num_microbatches = int(min(own, max(16, MAX_DRAWN // len(self.delay))))
+        _verify_count("num_microbatches", num_microbatches)
+        if num_microbatches > most:
+            raise ValueError(f"an update has {most} micro-batches, got {num_microbatches}")
+        # An update in full: its first micro-batches are not those of a smaller one.
+        ran = setting if setting.is_synchronous else replace(setting, num=num_microbatches)
         spans: Spans = {}
-        clock = setting.clock(setting.factors(), spans)
-        clock.run(replace(setting, num=num_microbatches).waves())
+        clock = setting.clock(setting.factors(), spans, num_microbatches)
+        clock.run(ran.waves())
         clock.finish()
         return Timeline(draw_spans(spans), spans, "time")
 
@@ -100,27 +131,43 @@ def simulate(
 
     Times are numbers, or lists with one number per stage, in any unit. Updates take no time.
 
+    What a method of ours computes again is part of `backward`, and what a synchronous method
+    computes again is not. The same stage, with a forward of 1 and a backward of 2, is
+
+        rd.simulate("petra", forward=1, backward=3)
+        rd.simulate("delayed-graph", forward=1, backward=2)  # keeps all activations
+        rd.simulate("1f1b", forward=1, backward=2)  # keeps all activations
+        rd.simulate("1f1b", forward=1, backward=2, recompute=True)
+
     Args:
         method: A method of `rd.Pipeline`, or "gpipe", "1f1b", "interleaved" (two stages per
             device), "zero-bubble" (ZB-H1, with the memory of 1F1B) or "zero-bubble-h2".
         stages: Number of devices.
         accumulate: Micro-batches of an update.
         forward: Time of a forward.
-        backward: Time of a backward; for methods of `rd.Pipeline` with what it computes again.
+        backward: Time of a backward. For methods of `rd.Pipeline` it includes what they compute
+            again: by default PETRA recomputes in 1 and computes gradients in 1.
         latency: Ticks that a message travels, as for `rd.Pipeline`. Synchronous methods ignore it.
         hop: Time of a transfer between neighbouring devices; a list has one number per link.
-        jitter: Standard deviation of the time of an action, as a part of it.
+        jitter: Standard deviation of the time of an action, as a part of it, at most 1. Negative
+            times count as 0, which makes a deviation of 1 one of 0.8.
         replicas: Number of pipelines that wait for each other at every update.
         recompute: Whether a synchronous method computes the forward again before every backward.
         rendezvous: Whether a message leaves only after the receiver's request for it has arrived,
             as over gloo: it then comes two hops after the request at the earliest.
     """
-    setting = _resolve(
-        method, stages, accumulate, forward, backward, latency, hop, jitter, replicas, recompute
-    )
-    setting = replace(setting, rendezvous=rendezvous)
-    schedule = setting.schedule
-    if setting.is_synchronous:
+    is_synchronous = method in LATENCIES
+    _verify(method, stages, accumulate, latency, jitter, replicas, recompute)
+    forwards = _per_stage("forward", forward, stages, "stage")
+    backwards = _per_stage("backward", backward, stages, "stage")
+    for stage, (f, b) in enumerate(zip(forwards, backwards, strict=True)):
+        if f + b < 1 / MAX_TIME:
+            raise ValueError(f"forward and backward of stage {stage} must take time, got {f} + {b}")
+    hops = _per_stage("hop", hop, stages - 1, "link")
+    schedule = Schedule(stages, resolve_latency(LATENCIES.get(method, latency), stages))
+    costs = _split(method, schedule, forwards, backwards, hops, recompute)
+    setting = _Setting(method, schedule, accumulate, costs, jitter, replicas, rendezvous)
+    if is_synchronous:
         period, idle = setting.run_updates()
         delay, held = [0] * stages, setting.held()
         throughput = accumulate * replicas / period
@@ -157,28 +204,25 @@ class _Setting:
             return interleaved_waves(self.schedule.num_stages, self.num)
         return schedule_waves(self.schedule, self.num)
 
-    def clock(self, factors: Iterator[float] | None, spans: Spans | None = None) -> Clock:
+    def clock(
+        self,
+        factors: Iterator[float] | None,
+        spans: Spans | None = None,
+        num_recorded: float = inf,
+    ) -> Clock:
         """Return a clock of devices that have not begun."""
         requests = None
         if self.rendezvous:
             requests = Requests(self.costs.hop, None if self.is_synchronous else self.schedule)
-        return Clock(self.costs, factors, spans, requests)
+        return Clock(self.costs, factors, spans, requests, num_recorded)
 
     def factors(self, seed: int = 0) -> Iterator[float] | None:
         """Return factors for the times of actions; their mean is 1."""
-        if not self.jitter:
-            return None
-        dice = Random(seed)
-        drawn = [max(0.0, dice.gauss(1.0, self.jitter)) for _ in range(50_021)]
-        mean = fmean(drawn)
-        return cycle([factor / mean for factor in drawn])
+        return cycle(_draw_factors(self.jitter, seed)) if self.jitter else None
 
     def steady(self) -> tuple[float, float]:
         """Return the time of a tick in steady state, and the share of it that is idle."""
-        costs, num = self.costs, self.schedule.num_stages
-        whole = [
-            sum(times) for times in zip(costs.forward, costs.backward, costs.rest, strict=True)
-        ]
+        costs, num, whole = self.costs, self.schedule.num_stages, self.costs.whole
         slots = [self.schedule.delay(0) - self.schedule.delay(stage) for stage in range(num)]
         # Times from stage 0 up to a stage; those of a cycle from a to b are a difference of two.
         steps = [0.0, *costs.hop]
@@ -195,7 +239,11 @@ class _Setting:
         return tick, max(0.0, 1.0 - fmean(whole) / tick)
 
     def replay(self) -> tuple[float, float]:
-        """Return the mean time of a tick, and the share of it that is idle."""
+        """Return the mean time of a tick, and the share of it that is idle.
+
+        Fast devices may run ahead of slow ones for longer than the replay lasts. So a tick takes at
+        least what it takes without jitter and requests.
+        """
         schedule, num_stages = self.schedule, self.schedule.num_stages
         num_full = schedule.num_in_flight + MIN_TICKS
         num_ticks = max(MIN_TICKS, NUM_REPLAYED // (2 * num_stages * self.replicas))
@@ -209,11 +257,14 @@ class _Setting:
                     clock.run([wave])
                 if wave[0] == "B" and self.replicas > 1:
                     self._wait_for_replicas(clocks, wave[1], counts)
-            seen.append([(fmean(clock.free), fmean(clock.busy)) for clock in clocks])
-        elapsed, busy = (
-            fmean(after[i] - before[i] for before, after in zip(*seen, strict=True)) for i in (0, 1)
-        )
-        return elapsed / num_ticks, max(0.0, 1.0 - busy / elapsed)
+            seen.append((_totals(c.free for c in clocks), _totals(c.busy for c in clocks)))
+        (free_0, busy_0), (free_1, busy_1) = seen
+        shares = [(busy_1[j] - busy_0[j]) / (free_1[j] - free_0[j]) for j in range(num_stages)]
+        # From shares, because the mean of drawn times is not quite that of the costs.
+        ticks_of = [own / share for own, share in zip(self.costs.whole, shares, strict=True)]
+        # With jitter the longest of them would be too long by chance.
+        tick = max(self.steady()[0], fmean(ticks_of) if self.jitter else max(ticks_of))
+        return tick, max(0.0, 1.0 - fmean(self.costs.whole) / tick)
 
     def _wait_for_replicas(
         self, clocks: Sequence[Clock], stages: Sequence[int], counts: list[int]
@@ -264,40 +315,46 @@ class _Setting:
         return [float(min(num, own + 1 + more)) for own, more in zip(advance, late, strict=True)]
 
 
-def _resolve(
+def _verify(
     method: str,
     stages: int,
     accumulate: int,
-    forward: Times,
-    backward: Times,
     latency: float | Sequence[float],
-    hop: Times,
-    jitter: float,
+    jitter: Any,
     replicas: int,
     recompute: bool,
-) -> _Setting:
-    """Verify the arguments of `simulate`, and resolve them."""
+) -> None:
+    """Refuse arguments of `simulate` that do not fit."""
     if method not in (*ASYNCHRONOUS, *LATENCIES):
         raise ValueError(not_one_of("method", method, [*ASYNCHRONOUS, *LATENCIES]))
     for name, count in (("stages", stages), ("accumulate", accumulate), ("replicas", replicas)):
-        if count != int(count) or count < 1:
-            raise ValueError(f"{name} must be a whole number, at least 1, got {count!r}")
-    if not 0 <= jitter < inf:
-        raise ValueError(f"jitter must be a number, at least 0, got {jitter!r}")
+        _verify_count(name, count)
+    if not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
+        raise ValueError(f"jitter must be a number from 0 to 1, got {jitter!r}")
     verify_latency(latency)
-    is_synchronous = method in LATENCIES
-    if recompute and not is_synchronous:
+    if recompute and method not in LATENCIES:
         raise ValueError(f"backward must include what {method} computes again; leave recompute out")
     if method == "interleaved" and accumulate % stages:
         raise ValueError(f"interleaved needs accumulate to be a multiple of {stages} stages")
-    forwards = _per_stage("forward", forward, stages, "stage")
-    backwards = _per_stage("backward", backward, stages, "stage")
-    if not min(forwards) + min(backwards) > 0:
-        raise ValueError(f"forward and backward must take time, got {forward!r} and {backward!r}")
-    hops = _per_stage("hop", hop, stages - 1, "link")
-    schedule = Schedule(stages, resolve_latency(LATENCIES.get(method, latency), stages))
+
+
+def _verify_count(name: str, count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, Integral) or int(count) < 1:
+        raise ValueError(f"{name} must be a whole number, at least 1, got {count!r}")
+
+
+def _split(
+    method: str,
+    schedule: Schedule,
+    forwards: list[float],
+    backwards: list[float],
+    hops: list[float],
+    recompute: bool,
+) -> Costs:
+    """Return the costs of stages, with every backward split where it sends."""
+    stages = schedule.num_stages
     # Time of the gradients of weights: half of what is not computed again.
-    kept = is_synchronous or method == "delayed-graph"
+    kept = method in LATENCIES or method == "delayed-graph"
     weights = [max(b if kept else b - f, 0.0) / 2 for f, b in zip(forwards, backwards, strict=True)]
     is_zero_bubble = method.startswith("zero-bubble")
     rest = [w if _sends_early(schedule, j, method) else 0.0 for j, w in enumerate(weights)]
@@ -305,9 +362,19 @@ def _resolve(
     until_sent = [b + f - w for b, f, w in zip(backwards, again, rest, strict=True)]
     late = [schedule.delay(0) - schedule.delay(j) if is_zero_bubble else 0 for j in range(stages)]
     costs = Costs(forwards, until_sent, rest, hops, list(range(stages)), late)
-    if method == "interleaved":
-        costs = _interleave(costs)
-    return _Setting(method, schedule, accumulate, costs, jitter, replicas)
+    return _interleave(costs) if method == "interleaved" else costs
+
+
+def _totals(times: Iterable[list[float]]) -> list[float]:
+    return [sum(own) for own in zip(*times, strict=True)]
+
+
+@lru_cache(8)
+def _draw_factors(jitter: float, seed: int) -> list[float]:
+    dice = Random(seed)
+    drawn = [max(0.0, dice.gauss(1.0, jitter)) for _ in range(50_021)]
+    mean = fmean(drawn)
+    return [factor / mean for factor in drawn]
 
 
 def _sends_early(schedule: Schedule, stage: int, method: str) -> bool:
@@ -331,10 +398,18 @@ def _interleave(costs: Costs) -> Costs:
     )
 
 
-def _per_stage(name: str, value: Times, num: int, what: str) -> list[float]:
-    times = [float(value)] * num if isinstance(value, int | float) else [float(x) for x in value]
+def _per_stage(name: str, value: Any, num: int, what: str) -> list[float]:
+    try:
+        is_one = isinstance(value, Real)
+        times = [float(value)] * num if is_one else [float(x) for x in value]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} must be a number, or a list with one for every {what}, got {value!r}"
+        ) from None
     if len(times) != num:
         raise ValueError(f"{name} has {len(times)} numbers; it needs one for every {what}: {num}")
-    if not all(isfinite(time) and time >= 0 for time in times):
-        raise ValueError(f"{name} must be finite and not negative, got {value!r}")
+    if not all(0 <= time < MAX_TIME for time in times):
+        raise ValueError(
+            f"{name} must be finite and not negative, and below {MAX_TIME:g}, got {value!r}"
+        )
     return times

@@ -166,3 +166,14 @@ def test_what_is_missing_is_said():
             rd.balance(uneven_units(), 2, example=torch.randn(2, 400), **options)
     with pytest.raises(ValueError, match="cannot be cut into 99 stages"):
         rd.balance(uneven_units(), 99, example=torch.randn(2, 400), memory=1)
+
+
+@pytest.mark.slow
+def test_units_take_the_same_on_the_meta_device():
+    """So that a plan needs neither the device nor the memory of the model."""
+    by_device = []
+    for device in ("cpu", "meta"):
+        model = rd.create_model("revnet18", device=device, image_size=32, width=4)
+        x = torch.zeros(2, 3, 32, 32, device=device)
+        by_device.append(measure_units(units_of(model), x, {}))
+    assert by_device[0] == by_device[1]

@@ -1,6 +1,7 @@
 """The simulator against orders that are written out, closed formulas and the schedule itself."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ Step = tuple[str, int, int]
 Spans = dict[Step, tuple[float, float]]
 latencies = st.sampled_from([0.5, 1, 1.5, 2, 4])
 times = st.integers(1, 9)
+replicas = st.integers(1, 2)
 
 
 def shorter_replays():
@@ -270,18 +272,37 @@ def test_idle_shares_are_the_closed_formulas(stages, num, forward, backward, rec
         assert steady.throughput == pytest.approx(1 / (forward + backward))
 
 
-@given(st.integers(1, 8), st.integers(1, 4), times)
-def test_zero_bubble_idles_as_published(stages, rounds, time):
-    """The formulas are for forwards as long as either half of a backward, and many micro-batches.
+@given(st.integers(2, 6), st.sampled_from([0.5, 1, 2, 4]), times, times)
+def test_ours_never_idle_while_hops_are_short_enough(stages, latency, forward, backward):
+    """At latency 0.5 a hop hides behind half of the gradients of weights, else behind slots."""
+    hidden = backward / 4 if latency == 0.5 else (2 * latency - 1) * (forward + backward) / 2
+    for hop in (0.0, hidden / 2, hidden):
+        arguments = {"forward": forward, "backward": backward, "latency": latency, "hop": hop}
+        result = rd.simulate("delayed-graph", stages, **arguments)
+        assert result.idle == pytest.approx(0, abs=1e-12)
+    arguments["hop"] = hidden + 0.01
+    assert rd.simulate("delayed-graph", stages, **arguments).idle > 0
 
-    ZB-H1 idles (J - 1) (F + B - W) on every device, and H2 not at all.
+
+@given(st.integers(2, 8), st.integers(0, 30), times, times, st.booleans())
+def test_zero_bubble_idles_as_published(stages, more, forward, backward, recompute):
+    """ZB-H1 idles (J - 1) (F + B - W) from k = J on, and H2 (J - 1) (F + B - 2 W) from 2 J on.
+
+    That is for forwards as long as gradients of weights, at least. With shorter ones stage 0 waits
+    (J - 1) B for its first gradient, whatever the order.
     """
-    num = 2 * stages * rounds
-    arguments = {"stages": stages, "accumulate": num, "forward": time, "backward": 2 * time}
-    h1, h2 = (rd.simulate(name, **arguments) for name in ("zero-bubble", "zero-bubble-h2"))
-    gap = (stages - 1) * time
-    assert h1.idle == pytest.approx(gap / (3 * num * time + gap))
-    assert h2.idle == pytest.approx(0, abs=1e-12)
+    weights = backward / 2
+    first = backward - weights + recompute * forward
+    h1 = max(forward + first - weights, first)
+    gaps = {"zero-bubble": h1, "zero-bubble-h2": abs(h1 - weights)}
+    for name, gap in gaps.items():
+        num = stages * (1 if name == "zero-bubble" else 2) + more
+        arguments = {"forward": forward, "backward": backward, "recompute": recompute}
+        result = rd.simulate(name, stages, num, **arguments)
+        if name == "zero-bubble" or forward >= weights:
+            whole = num * (forward + first + weights)
+            gap *= stages - 1
+            assert result.idle == pytest.approx(gap / (whole + gap), abs=1e-12)
 
 
 @given(st.integers(1, 7), latencies, st.integers(1, 20))
@@ -393,6 +414,30 @@ def test_jitter_costs_more_with_less_latency():
     assert 0.95 < 4 * early.throughput < 4 * rd.simulate(backward=3, jitter=0.1).throughput
 
 
+@given(st.data())
+def test_nothing_is_faster_than_the_slowest_stage(data):
+    """Neither where others run ahead of it for longer than the replay lasts, nor by chance."""
+    stages = data.draw(st.integers(1, 24))
+    drawn_times = data.draw(costs(stages))
+    jitter = data.draw(st.sampled_from([0.0, 0.02, 1.0]))
+    arguments = {"jitter": jitter, "rendezvous": not jitter or data.draw(st.booleans())}
+    arguments |= {"latency": data.draw(latencies | st.just(16)), "replicas": data.draw(replicas)}
+    with patch.multiple("redivider.pipeline.simulate", NUM_REPLAYED=500, MIN_TICKS=8):
+        result = rd.simulate(stages=stages, **drawn_times, **arguments)
+    whole = [f + b for f, b in zip(drawn_times["forward"], drawn_times["backward"], strict=True)]
+    period = arguments["replicas"] / result.throughput
+    assert period >= max(whole) * (1 - 1e-9)
+    assert result.idle == pytest.approx(1 - sum(whole) / stages / period)
+
+
+def test_a_slow_stage_of_many_is_the_bottleneck():
+    forward, backward = [1.0] * 63 + [1.1], [2.0] * 63 + [2.2]
+    with shorter_replays():
+        result = rd.simulate(stages=64, forward=forward, backward=backward, latency=8, jitter=0.02)
+    assert 0.99 / 3.3 <= result.throughput <= 1.000001 / 3.3
+    assert result.idle >= 1 - (63 * 3 + 3.3) / 64 / 3.3 - 1e-9
+
+
 @pytest.mark.slow
 def test_replicas_multiply_and_wait_for_each_other():
     one, four = (rd.simulate(replicas=replicas) for replicas in (1, 4))
@@ -414,32 +459,48 @@ settings_of_all_methods = st.fixed_dictionaries(
         "jitter": st.sampled_from([0.0, 0.0, 0.0, 0.1, 1.0]),
         "rendezvous": st.sampled_from([False, False, True]),
         "replicas": st.integers(1, 2),
+        "recompute": st.booleans(),
     }
 )
+NUM_SETTINGS = int(os.environ.get("REDIVIDER_SETTINGS", "25"))
 
 
 def run_random_setting(data: st.DataObject) -> None:
     arguments: dict[str, Any] = dict(data.draw(settings_of_all_methods))
     stages = arguments["stages"]
-    number = st.floats(1e-6, 1e3)
-    positive = number | st.lists(number, min_size=stages, max_size=stages)
+    number = st.just(0.0) | st.floats(1e-6, 1e3)
+    own_times = number | st.lists(number, min_size=stages, max_size=stages)
     hop = st.floats(0, 1e3)
     hops = hop | st.lists(hop, min_size=stages - 1, max_size=stages - 1)
     latency = latencies | st.lists(latencies, min_size=stages - 1, max_size=stages - 1)
-    drawn = {"forward": positive, "backward": positive, "hop": hops, "latency": latency}
+    drawn = {"forward": own_times, "backward": own_times, "hop": hops, "latency": latency}
     arguments |= {name: data.draw(values) for name, values in drawn.items()}
     if arguments["method"] == "interleaved":
         arguments["accumulate"] *= stages
-    with shorter_replays():
+    if arguments["method"] in ASYNCHRONOUS:
+        arguments["recompute"] = False
+    whole = [0.0] * stages
+    for name, times in (("forward", 1 + arguments["recompute"]), ("backward", 1)):
+        own = arguments[name] if isinstance(arguments[name], list) else [arguments[name]] * stages
+        whole = [total + times * time for total, time in zip(whole, own, strict=True)]
+    with patch.multiple("redivider.pipeline.simulate", NUM_REPLAYED=500, MIN_TICKS=8):
+        if not min(whole):
+            with pytest.raises(ValueError, match="must take time"):
+                rd.simulate(**arguments)
+            return
         result = rd.simulate(**arguments)
     assert 0.0 <= result.idle < 1.0
     assert 0.0 < result.throughput < float("inf")
+    if arguments["method"] in ASYNCHRONOUS or not arguments["jitter"]:
+        period = arguments["replicas"] / result.throughput
+        assert period >= max(whole) * (1 - 1e-9)
+        assert result.idle == pytest.approx(1 - sum(whole) / stages / period, abs=1e-9)
     assert len(result.delay) == len(result.held) == stages
     assert min(result.delay) >= 0 and min(result.held) >= 0
 
 
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@pytest.mark.timeout(60 + NUM_SETTINGS)
+@settings(max_examples=NUM_SETTINGS, deadline=None)
 @given(st.data())
 def test_random_settings_neither_crash_nor_idle_for_less_than_nothing(data):
     run_random_setting(data)
@@ -467,14 +528,56 @@ def test_mistakes_are_refused():
         ({"forward": [1.0, 2.0]}, "one for every stage: 8"),
         ({"hop": [1.0] * 8}, "one for every link: 7"),
         ({"hop": -1.0}, "not negative"),
+        ({"hop": [1.0] * 6 + [float("nan")]}, "not negative"),
+        ({"forward": 1e308}, "below 1e"),
         ({"jitter": -0.1}, "jitter must be"),
+        ({"jitter": 1.1}, "jitter must be"),
+        ({"jitter": "a"}, "jitter must be"),
+        ({"stages": None}, "stages must be a whole number"),
+        ({"stages": 4.0}, "stages must be a whole number"),
+        ({"stages": float("inf")}, "stages must be a whole number"),
+        ({"accumulate": True}, "accumulate must be a whole number"),
         ({"latency": 0.3}, "multiple of 0.5"),
-        ({"forward": 0.0, "backward": 0.0}, "must take time"),
+        ({"forward": 0.0, "backward": 0.0}, "of stage 0 must take time"),
+        ({"stages": 2, "forward": [1.0, 0.0], "backward": 0.0}, "of stage 1 must take time"),
         ({"recompute": True}, "leave recompute out"),
         ({"method": "interleaved", "accumulate": 9}, "multiple of 8"),
     ):
         with pytest.raises(ValueError, match=text):
             rd.simulate(**arguments)
+    wrong: Any
+    for wrong in (None, "a", [1.0, None]):
+        with pytest.raises(TypeError, match="forward must be a number, or a list with one for"):
+            rd.simulate(stages=2, forward=wrong)
+    for wrong in (-3, 0, 2.0):
+        with pytest.raises(ValueError, match="num_microbatches must be a whole number"):
+            rd.simulate().timeline(wrong)
+    with pytest.raises(ValueError, match="an update has 6 micro-batches, got 7"):
+        rd.simulate("1f1b", 3, 6).timeline(7)
+
+
+def test_a_stage_may_spend_all_its_time_in_one_direction():
+    result = rd.simulate(stages=2, forward=[0.0, 1.0], backward=[1.0, 0.0])
+    assert result.throughput == 1.0 and result.idle == 0.0
+
+
+@pytest.mark.parametrize("method", LATENCIES)
+def test_a_timeline_begins_like_the_whole_update(method):
+    result = rd.simulate(method, 3, 6)
+    whole, first = result.timeline().spans, result.timeline(4).spans
+    assert first == {action: span for action, span in whole.items() if action.microbatch < 4}
+
+
+def test_a_simulation_prints_a_table():
+    result = rd.simulate(stages=4, accumulate=8)
+    assert repr(result) == ("Simulation('petra', stages=4, throughput=0.3333, idle=0, late=0.75)")
+    table = dict(line.split(maxsplit=1) for line in str(result).splitlines())
+    assert table["idle"] == "0.0%" and table["late"].startswith("0.75 updates")
+
+
+def test_a_timeline_of_many_stages_has_few_microbatches():
+    spans = rd.simulate(stages=256, latency=4).timeline().spans
+    assert len(spans) == 2 * 256 * 39
 
 
 def test_torch_is_not_imported():

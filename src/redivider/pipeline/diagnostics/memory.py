@@ -137,8 +137,9 @@ def count_bytes(tree: Any, known: set[int]) -> int:
     """Return the bytes of the storages in a tree that are not known yet, and note them."""
     total = 0
     for storage in storages_of(tree):
-        if storage.data_ptr() not in known:
-            known.add(storage.data_ptr())
+        key = storage.data_ptr() or storage._cdata  # on the meta device no memory has an address
+        if key not in known:
+            known.add(key)
             total += storage.nbytes()
     return total
 

@@ -16,6 +16,10 @@ from redivider.pipeline.schedule import Action, Latency, Schedule
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MAX_HEIGHT = 16.0
+"""Inches of the rows of a picture."""
+MAX_LABELLED = 64
+"""Stages whose rows are high enough for text."""
 Spans: TypeAlias = dict[Action, tuple[float, float]]
 
 
@@ -145,13 +149,25 @@ def plot(path: str | Path, spans: Spans, unit: str = "seconds") -> None:
     """
     if not spans:
         raise ValueError("there is nothing to draw: no action was run")
+    verify_picture(path)
     stages = 1 + max(action.stage for action in spans)
     figures = require("matplotlib.figure", "a plot")
-    figure = figures.Figure((12, 1 + 0.4 * stages), layout="constrained")
+    figure = figures.Figure((12, 1 + min(0.4 * stages, MAX_HEIGHT)), layout="constrained")
     axis = figure.subplots()
     paint_spans(axis, spans)
     axis.set(xlabel=unit, ylabel="stage", title="forwards pale, backwards strong")
     figure.savefig(path)
+
+
+def verify_picture(path: str | Path) -> None:
+    """Refuse a file that a picture cannot be written to."""
+    known = require("matplotlib.backend_bases", "a plot").FigureCanvasBase.filetypes
+    path = Path(path)
+    ending = path.suffix.lower().lstrip(".")
+    if ending and ending not in known:
+        raise ValueError(f"{path.name} must end in one of {', '.join(sorted(known))}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent}")
 
 
 def paint_spans(axis: "Axes", spans: Spans) -> None:
@@ -159,15 +175,22 @@ def paint_spans(axis: "Axes", spans: Spans) -> None:
     stages = 1 + max(action.stage for action in spans)
     first = min(start for start, _ in spans.values())
     length = max(end for _, end in spans.values()) - first or 1.0
+    rows: dict[int, list[tuple[float, float, tuple[float, ...]]]] = {}
     for (kind, stage, microbatch), (start, end) in spans.items():
         # Steps of the golden ratio give neighbours distinct hues, for any number of micro-batches.
         colour = hls_to_rgb(microbatch * 0.618034 % 1, 0.86 if kind == "F" else 0.68, 0.65)
         left, size = start - first, end - start
-        axis.barh(stage, size, 0.9, left=left, color=colour, edgecolor="white", linewidth=0.5)
+        rows.setdefault(stage, []).append((left, size, colour))
         text = f"{kind}{microbatch}"
-        if size / length > 0.007 * len(text):  # of the width, about that of the text
+        # A text needs some of the width, and of the height.
+        if stages <= MAX_LABELLED and size / length > 0.007 * len(text):
             centre = left + size / 2, stage
             axis.text(*centre, text, ha="center", va="center", size=8, color="#111111")
+    for stage, row in rows.items():
+        bars, colours = [(left, size) for left, size, _ in row], [colour for *_, colour in row]
+        axis.broken_barh(
+            bars, (stage - 0.45, 0.9), facecolors=colours, edgecolor="white", linewidth=0.5
+        )
     axis.set(xlim=(0, length), ylim=(stages - 0.5, -0.5))
     axis.set_yticks(range(0, stages, ceil(stages / 24)))
 

@@ -7,11 +7,13 @@ the order in which they are read, so that an inbox is a queue of arrival times.
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
-from typing import Any
+from math import inf
+from typing import Literal, cast
 
 from redivider.pipeline.diagnostics.timeline import Spans
-from redivider.pipeline.schedule import Action
+from redivider.pipeline.schedule import Action, Kind
 from redivider.pipeline.simulation.requests import Requests
 from redivider.pipeline.simulation.waves import Wave
 
@@ -37,6 +39,12 @@ class Costs:
         """Number of devices."""
         return 1 + max(self.device)
 
+    @cached_property
+    def whole(self) -> list[float]:
+        """Time of all actions of a stage for one micro-batch."""
+        times = zip(self.forward, self.backward, self.rest, strict=True)
+        return [sum(own) for own in times]
+
 
 class _Inputs(deque[float]):
     """Inbox of the first stage: an input is always there."""
@@ -53,6 +61,7 @@ class Clock:
         factors: Factors of the times, one per action.
         spans: Where to record start and end of every action; None to record nothing.
         requests: Requests of receivers; None if messages leave without.
+        num_recorded: Micro-batches to record, from the first one on.
     """
 
     def __init__(
@@ -61,9 +70,11 @@ class Clock:
         factors: Iterator[float] | None = None,
         spans: Spans | None = None,
         requests: Requests | None = None,
+        num_recorded: float = inf,
     ) -> None:
         num, hop = len(costs.forward), costs.hop
         self._costs, self._spans, self._requests = costs, spans, requests
+        self._num_recorded = num_recorded
         self._factors = repeat(1.0) if factors is None else factors
         self.begin = [-1.0] * costs.num_devices
         """When a device has started its first action."""
@@ -153,7 +164,9 @@ class Clock:
         if self._spans is not None:
             self._record("W", stage, start, self.free[device])
 
-    def _record(self, kind: Any, stage: int, start: float, end: float) -> None:
+    def _record(self, kind: Kind | Literal["W"], stage: int, start: float, end: float) -> None:
         assert self._spans is not None
-        self._spans[Action(kind, stage, self._counts[kind, stage])] = start, end
+        n = self._counts[kind, stage]
         self._counts[kind, stage] += 1
+        if n < self._num_recorded:
+            self._spans[Action(cast(Kind, kind), stage, n)] = start, end

@@ -6,7 +6,6 @@ the message is sent, or `latency` - 1 ticks before. torch.distributed.pipelining
 is needed.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 from redivider.pipeline.schedule import KINDS, Kind, Schedule
@@ -23,10 +22,11 @@ class Requests:
     def __init__(self, hop: Sequence[float], schedule: Schedule | None) -> None:
         self._hops: dict[Kind, list[float]] = {"F": [0.0, *hop], "B": [*hop, 0.0]}
         self._schedule = schedule
-        self._counts: Counter[tuple[Kind, int]] = Counter()
+        self._counts = {kind: [0] * (len(hop) + 1) for kind in KINDS}
         self._ends: list[dict[int, float]] = [{} for _ in range(len(hop) + 1)]  # of ticks
         if schedule is not None:
             self._lags = {kind: _lags(schedule, kind) for kind in KINDS}
+            self._max_ticks = schedule.max_ticks
 
     def earliest(self, kind: Kind, stage: int, free: float) -> float:
         """Return when the message of a stage's next action arrives at the earliest.
@@ -42,7 +42,7 @@ class Requests:
         if self._schedule is None:
             return free + 2 * hop
         sent, _ = self._lags[kind][stage]
-        begin = self._counts[kind, stage] + sent - self._schedule.max_ticks
+        begin = self._counts[kind][stage] + sent - self._max_ticks
         return self._ends[stage].get(begin, 0.0) + 2 * hop
 
     def note(self, kind: Kind, stage: int, end: float) -> None:
@@ -50,10 +50,11 @@ class Requests:
         if self._schedule is None:
             return
         _, lag = self._lags[kind][stage]
-        tick = self._counts[kind, stage] + lag
-        self._counts[kind, stage] += 1
-        self._ends[stage][tick] = end  # the last action of a tick overwrites the first
-        self._ends[stage].pop(tick - 2 * self._schedule.max_ticks - 2, None)
+        counts, ends = self._counts[kind], self._ends[stage]
+        tick = counts[stage] + lag
+        counts[stage] += 1
+        ends[tick] = end  # the last action of a tick overwrites the first
+        ends.pop(tick - 2 * self._max_ticks - 2, None)
 
 
 def _lags(schedule: Schedule, kind: Kind) -> list[tuple[int, int]]:
