@@ -307,6 +307,47 @@ def test_compiled_blocks(monkeypatch):
         rd.make_reversible(other)
 
 
+class Attending(nn.Module):
+    """A block with attention, which may add an outlier to a channel of the first token."""
+
+    def __init__(self, width, outlier):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+        self.outlier = outlier
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (-1, 64)).transpose(1, 2).chunk(3, 1)
+        x = x + self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
+        x = x + self.mlp(self.norms[1](x))
+        outlier = torch.zeros_like(x)
+        outlier[:, 0, 7] = self.outlier
+        return x + outlier
+
+
+@pytest.mark.slow
+def test_an_attention_sink_leaves_the_gradients_alone():
+    width = 384
+    outliers = [3000 if index == 2 else -3000 if index == 9 else 0 for index in range(12)]
+    errors = []
+    for has_sink in (False, True):
+        grads = []
+        for is_reversible in (False, True):
+            torch.manual_seed(0)
+            blocks = [Attending(width, has_sink * outlier) for outlier in outliers]
+            net = nn.ModuleDict({"blocks": nn.Sequential(*blocks)})
+            if is_reversible:
+                rd.make_reversible(net, 2, "blocks")
+            x = torch.randn(2, 6, width, generator=torch.Generator().manual_seed(1))
+            weigh(net["blocks"](x)).backward()
+            grads.append(torch.cat([grad.flatten() for grad in gradients(net).values()]))
+        errors.append((grads[1] - grads[0]).norm() / grads[0].norm())
+    assert errors[1] <= 1.2 * errors[0] <= 0.2
+
+
 def test_blocks_by_name():
     model: Any = nn.ModuleDict({"a": Network(3), "b": Network(2)})
     with pytest.raises(ValueError, match=r"several lists of blocks, 'a\.layers', 'b\.layers'"):
