@@ -47,13 +47,19 @@ class Code(NamedTuple):
 
 
 def row_length(shape: torch.Size) -> int:
-    """Return the number of values in a row: the last dimensions, but not the first."""
+    """Return the number of values in a row: the last dimensions, and samples if these are small."""
     length = 1
     for size in reversed(shape[1:]):
         if length >= ROW:
             break
         length *= size
-    return max(1, length)
+    if not 0 < length < ROW:
+        return max(1, length)
+    num = shape[0] if shape else 1
+    least = -(-ROW // length)  # samples
+    if num <= least:
+        return max(1, num * length)
+    return length * next((some for some in range(least, 8 * least) if num % some == 0), 1)
 
 
 def num_exact(length: int) -> int:

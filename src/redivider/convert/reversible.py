@@ -6,9 +6,10 @@ input goes to a tape of a few bits a value (backward/tape.py), or a plan says ot
 Parameters, buffers, hooks and the keys of `state_dict` stay as they are.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
@@ -29,6 +30,8 @@ from redivider.tree import tensors_of
 Model = TypeVar("Model", bound=nn.Module)
 PLACE = "_redivider_place"  # attribute of a block: its list, and its index there
 ENABLE = "gradient_checkpointing_enable"
+# Nodes of the graph to search for the block before; only the first block of a pass searches all.
+NUM_SEARCHED = 1000
 
 
 def make_reversible(model: Model, bits: int = BITS, blocks: str | None = None) -> Model:
@@ -64,6 +67,11 @@ def make_reversible(model: Model, bits: int = BITS, blocks: str | None = None) -
                 "gradient checkpointing is on, and a reversible model does without; call "
                 "model.gradient_checkpointing_disable() first"
             )
+    if len(members) == 1:
+        raise ValueError(
+            f"{name} has one block, and blocks are compressed relative to each other: use "
+            "checkpointing"
+        )
     if len(set(members)) < len(members):
         raise ValueError(f"{name} has a block twice, and a block can have one place in a row")
     names = [f"{name}.{index}" for index in range(len(members))]
@@ -81,20 +89,25 @@ def make_reversible(model: Model, bits: int = BITS, blocks: str | None = None) -
 
 def make_plain(model: Model) -> Model:
     """Undo `make_reversible`, in place; return the model."""
-    if not any(PLACE in vars(module) for module in model.modules()):
-        raise ValueError(f"{type(model).__name__} is not reversible")
-    for block in model.modules():
-        if PLACE in vars(block):
-            if type(block) not in _ORIGINAL:
-                raise ValueError(
-                    f"a block is {type(block).__name__}, made of a reversible one since (by FSDP?)"
-                )
-            block.__class__ = _ORIGINAL[type(block)]
-            delattr(block, PLACE)
+    blocks = [module for module in model.modules() if PLACE in vars(module)]
+    for block in blocks:
+        if type(block) not in _ORIGINAL:
+            raise ValueError(
+                f"a block is {type(block).__name__}, made of a reversible one since (by FSDP?)"
+            )
+    for block in blocks:
+        block.__class__ = _ORIGINAL[type(block)]
+        delattr(block, PLACE)
+    has_changed = bool(
+        blocks
+    )  # else the blocks were made plain before, through a part of the model
     for module in model.modules():
-        remove_forward_pre_hook(module, _switch_cache_off)
+        has_changed |= remove_forward_pre_hook(module, _switch_cache_off)
         if vars(module).get(ENABLE) is _refuse_checkpointing:
             delattr(module, ENABLE)
+            has_changed = True
+    if not has_changed:
+        raise ValueError(f"{type(model).__name__} is not reversible")
     return model
 
 
@@ -117,6 +130,7 @@ class Blocks:
         self.observe: Observe | None = None
         """Function that runs a block in training instead, to measure it."""
         self._names, self._bits = names, bits
+        self._is_checked = False
         self.compiled: dict[Any, Any] = {}
         """Compiled functions, which blocks share that differ in their weights only."""
 
@@ -147,7 +161,22 @@ class Blocks:
             output = self.run_by(self.backward[index], index, keepers, x, args, kwargs)
             for tensor in tensors_of(output):
                 _set_mark(tensor, self, keepers)
+            if index == len(self.plain) - 1:
+                self._warn_once(keepers)
             return output
+
+    def _warn_once(self, keepers: Keepers) -> None:
+        """Warn after the first pass if no two inputs had one shape."""
+        all_tapes = [keeper for keeper in keepers.values() if isinstance(keeper, Tapes)]
+        if self._is_checked or not all_tapes:
+            return
+        self._is_checked = True
+        if all(tapes.num_inputs > 1 and not tapes.num_codes for tapes in all_tapes):
+            warnings.warn(
+                f"{self._names[0].rpartition('.')[0]}: no two blocks have inputs of one shape, so "
+                "nothing is compressed; name a list of blocks that keep it, blocks=...",
+                stacklevel=2,
+            )
 
     def run_by(
         self,
@@ -193,8 +222,8 @@ class Blocks:
 
 def _find_mark(tensor: Tensor, key: Any) -> Any:
     """Return what `_set_mark` has set for a key at a tensor that is near before this one."""
-    queue = [] if tensor.grad_fn is None else [tensor.grad_fn]
-    node = find_node(queue, lambda node: key in node.metadata)
+    nodes = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    node = find_node(nodes, lambda node: key in node.metadata, NUM_SEARCHED)
     return None if node is None else node.metadata[key]
 
 
@@ -251,9 +280,15 @@ class _Plain(nn.Module):
         if args:
             x, args = args[0], args[1:]
         else:
-            first = list(signature(self._forward).parameters)[1]
+            _, *params = signature(self._forward).parameters.values()
+            first = params[0].name if params else ""
             if first not in kwargs:
                 raise UnitError("a block takes its input as the first argument, and got none")
+            if params[0].kind is Parameter.KEYWORD_ONLY:
+                raise UnitError(
+                    f"a block must take its input as a positional argument, and {first} is a "
+                    "keyword-only one"
+                )
             x, kwargs = kwargs[first], {k: v for k, v in kwargs.items() if k != first}
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -313,7 +348,7 @@ def _switch_cache_off(
     """Build no key-value cache in training: a block that runs twice would append to it twice."""
     names = [*signature(model.forward).parameters]
     is_keyword = "use_cache" in names[len(args) :]
-    if not (model.training and torch.is_grad_enabled() and is_keyword):
+    if not (model.training and torch.is_grad_enabled() and is_keyword and blocks_of(model)):
         return None
     return args, {**kwargs, "use_cache": False}
 

@@ -232,6 +232,33 @@ def test_plain_again():
         rd.make_plain(model)
 
 
+def test_a_part_is_plain_again():
+    outer: Any = nn.Sequential(network())
+    outer.forward = lambda x, use_cache=True: (outer[0](x), use_cache)
+    outer.gradient_checkpointing_enable = lambda: None
+    rd.make_reversible(outer)
+    assert not outer(inputs())[1]
+    rd.make_plain(outer[0])
+    assert outer(inputs())[1]  # caches are built again
+    with pytest.raises(ValueError, match=r"call rd\.make_plain\(model\)"):
+        outer.gradient_checkpointing_enable()
+    rd.make_plain(outer)
+    assert not outer._forward_pre_hooks
+    with pytest.raises(ValueError, match="Sequential is not reversible"):
+        rd.make_plain(outer)
+
+
+def test_plain_again_or_not_at_all():
+    model = rd.make_reversible(network())
+    last: Any = model.layers[-1]
+    kind: Any = type(last)
+    last.__class__ = type("FSDPBlock", (kind,), {})
+    with pytest.raises(ValueError, match="a block is FSDPBlock, made of a reversible one"):
+        rd.make_plain(model)
+    last.__class__ = kind
+    assert worst_error(train(rd.make_plain(model)), train(network())) == 0
+
+
 def test_hooks_see_a_block_once():
     model = rd.make_reversible(network(), 2)
     seen = []
@@ -343,7 +370,9 @@ def test_an_attention_sink_leaves_the_gradients_alone():
                 rd.make_reversible(net, 2, "blocks")
             x = torch.randn(2, 6, width, generator=torch.Generator().manual_seed(1))
             weigh(net["blocks"](x)).backward()
-            grads.append(torch.cat([grad.flatten() for grad in gradients(net).values()]))
+            grads.append(
+                torch.cat([grad.flatten() for grad in gradients(net).values() if grad is not None])
+            )
         errors.append((grads[1] - grads[0]).norm() / grads[0].norm())
     assert errors[1] <= 1.2 * errors[0] <= 0.2
 
@@ -422,6 +451,14 @@ def test_blocks_in_a_sequential():
         (lambda m: rd.make_reversible(m, True), "bits must be a whole number"),
         (lambda m: rd.make_reversible(m, blocks="body"), "the model has no module of that name"),
         (lambda m: rd.make_reversible(m, blocks="head"), "must name a list of blocks"),
+        (lambda m: rd.make_reversible(m, blocks=""), "blocks must be a name, such as .* got ''"),
+        (lambda m: rd.make_reversible(m, blocks=m.layers), "must be a name, .* got ModuleList"),
+        (
+            lambda m: rd.make_reversible(m, blocks="layers.0.returns_tuple"),
+            "of blocks, .* got bool",
+        ),
+        (lambda m: rd.make_reversible(network(1), blocks="layers"), "layers has one block, and"),
+        (lambda m: rd.make_reversible(network(1)), "Network has no list of blocks .* two or more"),
         (lambda m: rd.make_reversible(m.head), "Linear has no list of blocks of one kind"),
         (lambda m: rd.make_reversible(rd.make_reversible(m)), "is reversible already"),
     ],
@@ -431,6 +468,29 @@ def test_bad_arguments_change_nothing(call, message):
     with pytest.raises(ValueError, match=message):
         call(model)
     assert "reversible already" in message or type(model.layers[0]) is Block
+
+
+def test_a_list_of_python():
+    model: Any = [Block(), Block()]
+    with pytest.raises(TypeError, match=r"the model must be an nn\.Module, got list"):
+        rd.make_reversible(model)
+    holder: Any = nn.Module()
+    holder.layers = model
+    with pytest.raises(ValueError, match=r"'layers' must name a list of blocks, .* got list"):
+        rd.make_reversible(holder, blocks="layers")
+
+
+def test_a_stream_that_is_keyword_only():
+    class Keyword(nn.Sequential):
+        def forward(self, *, hidden):  # type: ignore[override]
+            return super().forward(hidden)
+
+    model: Any = nn.ModuleDict(
+        {"layers": nn.ModuleList(Keyword(nn.Linear(4, 4)) for _ in range(2))}
+    )
+    rd.make_reversible(model)
+    with pytest.raises(rd.UnitError, match=r"layers\.0: .* positional argument, and hidden is"):
+        model["layers"][0](hidden=torch.randn(3, 4))
 
 
 class Changing(Network):
@@ -638,7 +698,9 @@ def test_gradients_of_what_a_block_keeps_inside_are_refused():
     model.layers = nn.ModuleList(Keeping() for _ in range(3))
     rd.make_reversible(model, 2)
     loss = weigh(model(inputs())) + model.layers[1].aside
-    with pytest.raises(rd.UnitError, match="a gradient reached a tensor that was kept inside"):
+    with pytest.raises(
+        rd.UnitError, match=r"^layers\.1: a gradient reached a tensor that was kept inside"
+    ):
         loss.backward()
 
 
@@ -708,6 +770,34 @@ def test_blocks_that_change_the_shape():
     weigh(reference(x)).backward()
     ours = dict(zip(gradients(reference), gradients(model).values(), strict=True))
     assert worst_error(ours, gradients(reference)) <= 1e-5
+
+
+def test_a_list_whose_blocks_all_change_the_shape_is_reported_once():
+    stages = nn.Sequential(*(nn.Sequential(nn.Linear(n, n - 1), nn.Tanh()) for n in (8, 7, 6)))
+    model: Any = rd.make_reversible(nn.ModuleDict({"stages": stages}))
+    with pytest.warns(UserWarning, match="stages: no two blocks have inputs of one shape") as seen:
+        model["stages"](torch.randn(3, 8))
+    assert len(seen) == 1
+    model["stages"](torch.randn(3, 8))
+
+
+def test_many_operations_between_two_blocks():
+    def change(x):
+        for _ in range(100):
+            x = (x + x.mean()) / 1.01
+        return x
+
+    held = []
+    for function in (Changing.change, change):
+        model: Any = Changing()
+        model.change = function
+        rd.make_reversible(model, 2)
+        x = torch.randn(64, 16, 4)
+        with Live() as live:
+            loss = weigh(model(x))
+            held.append(live.bytes)
+        del loss
+    assert held[1] - held[0] <= 1000  # no second tape
 
 
 def test_gradients_of_gradients_are_refused():
