@@ -133,6 +133,15 @@ def test_a_row_is_at_least_64_values_of_few_samples(shape, length):
     assert row_length(torch.Size(shape)) == length
 
 
+@pytest.mark.parametrize(
+    "shape", [(64, 12), (66, 8), (64, 3, 12), (8, 4, 64), (4, 3, 768)], ids=str
+)
+@pytest.mark.parametrize("bits", [1, 2, 3, 8])
+def test_a_code_takes_at_most_half_a_bit_more_a_value(shape, bits):
+    x, y = torch.randn(2, *shape)
+    assert sum(part.nbytes for part in encode(x, y, bits)) <= x.numel() * (bits + 0.5) / 8
+
+
 def test_values_that_are_not_finite_are_not_followed():
     torch.manual_seed(0)
     x, y = torch.randn(2, 3, 800)

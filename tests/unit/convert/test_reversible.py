@@ -130,6 +130,49 @@ def test_under_autocast(monkeypatch):
     assert Watched.num_compared == 5
 
 
+def flat(grads):
+    return torch.cat([grad.flatten() for grad in grads.values() if grad is not None]).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_half_precision(bits, dtype):
+    model, reference = network(4, dtype), network(4, dtype)
+    rd.make_reversible(model, bits)
+    follow(reference.layers, bits)
+    ours, true = (flat(train(net, dtype=dtype)) for net in (model, reference))
+    assert (ours - true).norm() <= 8 * torch.finfo(dtype).eps * true.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_under_autocast_with_a_scaler(dtype):
+    model, reference = network(), network()
+    rd.make_reversible(model, 2)
+    follow(reference.layers, 2)
+    grads = []
+    for net in (model, reference):
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=dtype == torch.float16)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        torch.manual_seed(5)
+        with torch.autocast("cpu", dtype):
+            loss = weigh(net(inputs()).float())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        grads.append(flat(gradients(net)))
+        before = net.head.weight.detach().clone()
+        scaler.step(optimizer)
+        assert not torch.equal(net.head.weight, before)
+    assert (grads[0] - grads[1]).norm() <= 8 * torch.finfo(dtype).eps * grads[1].norm()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_export_in_evaluation():
+    plain, model = network(2).eval(), rd.make_reversible(network(2)).eval()
+    program = torch.export.export(model, (inputs(),)).module()
+    assert torch.equal(program(inputs(1)), plain(inputs(1)))
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 8])
 def test_a_further_block_holds_its_bits(bits):
     held = []
