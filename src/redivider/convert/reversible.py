@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from inspect import Parameter, signature
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from redivider.tree import tensors_of
 
 Model = TypeVar("Model", bound=nn.Module)
 PLACE = "_redivider_place"  # attribute of a block: its list, and its index there
+PLAIN = "_redivider_plain"  # attribute of a block: itself, to be run by its original forward
 ENABLE = "gradient_checkpointing_enable"
 # Nodes of the graph to search for the block before; only the first block of a pass searches all.
 NUM_SEARCHED = 1000
@@ -75,9 +76,11 @@ def make_reversible(model: Model, bits: int = BITS, blocks: str | None = None) -
     if len(set(members)) < len(members):
         raise ValueError(f"{name} has a block twice, and a block can have one place in a row")
     names = [f"{name}.{index}" for index in range(len(members))]
-    row = Blocks(names, [_Plain(block) for block in members], bits)
+    row = Blocks(names, bits)
     for index, block in enumerate(members):
         setattr(block, PLACE, (row, index))
+        setattr(block, PLAIN, (_Plain(block),))  # a tuple, because it is no part of the block
+        row.add(index, block)
         kind: Any = type(block)
         block.__class__ = _reversible_class(kind)
     remove_forward_pre_hook(model, _switch_cache_off)  # of a call for another list
@@ -98,6 +101,7 @@ def make_plain(model: Model) -> Model:
     for block in blocks:
         block.__class__ = _ORIGINAL[type(block)]
         delattr(block, PLACE)
+        delattr(block, PLAIN)
     has_changed = bool(
         blocks
     )  # else the blocks were made plain before, through a part of the model
@@ -120,13 +124,12 @@ class Blocks:
 
     Args:
         names: Names of the blocks.
-        plain: The blocks, as modules that run by the original forward.
         bits: Bits that a block keeps of every value.
     """
 
-    def __init__(self, names: list[str], plain: list["_Plain"], bits: int) -> None:
-        self.plain = plain
-        self.backward = ["compress"] * len(plain)
+    def __init__(self, names: list[str], bits: int) -> None:
+        self._refs: list[Callable[[], Any]] = [_nothing] * len(names)  # weak: blocks may be removed
+        self.backward = ["compress"] * len(names)
         self.observe: Observe | None = None
         """Function that runs a block in training instead, to measure it."""
         self._names, self._bits = names, bits
@@ -135,12 +138,23 @@ class Blocks:
         """Compiled functions, which blocks share that differ in their weights only."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "compiled": {}}  # which cannot be copied
+        # Compiled functions cannot be copied. Blocks may be copied alone: copies add themselves.
+        return {**vars(self), "compiled": {}, "_refs": [_nothing] * len(self._names)}
+
+    @property
+    def plain(self) -> list[Any]:
+        """The blocks, as modules that run by the original forward; None for those that are gone."""
+        return [find() for find in self._refs]
+
+    def add(self, index: int, block: nn.Module) -> None:
+        """Add a block to the list."""
+        (plain,) = getattr(block, PLAIN)
+        self._refs[index] = ref(plain)
 
     @property
     def trains(self) -> bool:
         """Whether a block is in training mode; the others may be frozen in evaluation mode."""
-        return any(plain.wrapped.training for plain in self.plain)
+        return any(plain is not None and plain.wrapped.training for plain in self.plain)
 
     # A compiler cannot trace autograd nodes and tapes.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -161,7 +175,7 @@ class Blocks:
             output = self.run_by(self.backward[index], index, keepers, x, args, kwargs)
             for tensor in tensors_of(output):
                 _set_mark(tensor, self, keepers)
-            if index == len(self.plain) - 1:
+            if index == len(self._names) - 1:
                 self._warn_once(keepers)
             return output
 
@@ -218,6 +232,10 @@ class Blocks:
     def make_keeper(self, strategy: Strategy, x: Tensor) -> Keeper | None:
         """Return what keeps inputs elsewhere than in the graph, in a pass."""
         return Tapes(self._bits) if strategy.compresses else strategy.make_keeper(x)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _find_mark(tensor: Tensor, key: Any) -> Any:
@@ -307,7 +325,8 @@ def _reversible_class(kind: Any) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         row, index = getattr(self, PLACE)
         is_training = torch.is_grad_enabled() and row.trains
-        if row.plain[index].wrapped is not self:  # a shallow copy, with weights of its own
+        (plain,) = getattr(self, PLAIN)
+        if plain.wrapped is not self:  # a shallow copy, with weights of its own
             if is_training:
                 raise UnitError(
                     "nn.DataParallel and other shallow copies cannot train a reversible model; "
@@ -316,20 +335,26 @@ def _reversible_class(kind: Any) -> Any:
             return kind.forward(self, *args, **kwargs)
         if is_training:
             return row.run(index, args, kwargs)
-        return row.plain[index](*args, **kwargs)
+        return plain(*args, **kwargs)
 
     def compile(self: nn.Module, **options: Any) -> None:
         """Compile what the block computes; what keeps its input is not compiled."""
-        row, index = getattr(self, PLACE)
-        compile_units([row.plain[index]], shared=row.compiled, **options)
+        row, _ = getattr(self, PLACE)
+        compile_units([*getattr(self, PLAIN)], shared=row.compiled, **options)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         """Copy and pickle by the block's own class, since this one has no name of its own."""
         reduced: Any = object.__reduce_ex__(self, protocol)
         return _revive, (kind,), *reduced[2:]
 
+    def set_state(self: Any, state: dict[str, Any]) -> None:
+        kind.__setstate__(self, state)
+        row, index = getattr(self, PLACE)
+        row.add(index, self)
+
     names = ("__module__", "__qualname__", "__doc__")
-    methods = {"forward": forward, "compile": compile, "__reduce_ex__": reduce}
+    methods = {"forward": forward, "compile": compile}
+    methods |= {"__reduce_ex__": reduce, "__setstate__": set_state}
     made = type(kind.__name__, (kind,), methods | {name: getattr(kind, name) for name in names})
     _ORIGINAL[made] = kind
     return made

@@ -258,6 +258,31 @@ def test_a_copy_is_a_model_of_its_own():
         assert rd.make_plain(other) is other and type(other.layers[0]) is Block
 
 
+def test_a_copy_of_a_block_is_one_block():
+    model = rd.make_reversible(network(dropout=0), 2)
+    file = io.BytesIO()
+    torch.save(model.layers[1], file)
+    assert file.tell() < 2 * sum(param.nbytes for param in model.layers[1].parameters()) + 10_000
+    block = copy.deepcopy(model.layers[1])
+    row, index = vars(block)["_redivider_place"]
+    assert [plain is not None for plain in row.plain].index(True) == index == 1
+    assert sum(plain is not None for plain in row.plain) == 1
+    x = torch.randn(3, WIDTH)
+    weigh(block(x)).backward()
+    assert all(param.grad is None for param in model.parameters())
+    assert torch.equal(block(x), model.layers[1](x))
+
+
+def test_a_block_that_was_removed_is_forgotten():
+    model, plain = rd.make_reversible(network(3, dropout=0), 1), network(3, dropout=0)
+    for net in (model, plain):
+        net.layers[2].train()
+        del net.layers[2]
+        net.eval()
+    gc.collect()
+    assert worst_error(train(model), train(plain)) == 0
+
+
 def test_a_copy_in_the_middle_of_a_pass():
     model = rd.make_reversible(network(), 2)
     x = model.layers[0](model.stem(inputs()))
@@ -418,6 +443,17 @@ def test_an_attention_sink_leaves_the_gradients_alone():
             )
         errors.append((grads[1] - grads[0]).norm() / grads[0].norm())
     assert errors[1] <= 1.2 * errors[0] <= 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")  # the compiler's own
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_a_whole_network_compiles_in_evaluation(has_grad):
+    torch._dynamo.reset()
+    model = rd.make_reversible(network(2)).eval()
+    with torch.set_grad_enabled(has_grad):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(inputs()), model(inputs()))
 
 
 def test_blocks_by_name():
