@@ -93,12 +93,15 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def remove_forward_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
-    """Remove a hook from a module, if it is there, without the handle of its registration."""
+def remove_forward_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
+    """Remove a hook from a module, without the handle; return whether it was there."""
+    was_there = False
     for key, other in list(module._forward_pre_hooks.items()):
         if other is hook:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
+            was_there = True
+    return was_there
 
 
 def has_grad_hooks(tensor: Tensor) -> bool:

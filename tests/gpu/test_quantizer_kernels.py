@@ -20,8 +20,9 @@ from redivider.backward import quantizer_kernels  # noqa: E402
 from redivider.backward.quantizer_kernels import encode_rows, move_rows  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# A byte that is not full, a row of several dimensions, of one byte, of many, and nothing at all.
-SHAPES = [(2, 5, 100), (3, 4, 6, 7), (3, 1), (2, 8192), (4, 0), (0, 64)]
+# A byte that is not full, a row of several dimensions, of one byte, one and two exact values,
+# places of 16 and 32 bits, and nothing at all.
+SHAPES = [(2, 5, 100), (3, 4, 6, 7), (3, 1), (3, 390), (2, 8192), (2, 33000), (4, 0), (0, 64)]
 
 
 def tensors(shape, dtype, seed=0):
@@ -38,37 +39,53 @@ def test_forth_and_back(bits, dtype, shape):
     length = row_length(y.shape)
     plain, known = y.cpu().clone(), y.clone()
     code = encode(x.cpu(), plain, bits)
-    packed, steps = encode_rows(x, known, length, bits)
-    assert torch.allclose(steps.cpu(), code.steps, rtol=1e-5)
-    assert packed.shape == code.packed.shape
+    got = encode_rows(x, known, length, bits)
+    assert torch.allclose(got.steps.cpu(), code.steps, rtol=1e-5)
+    assert [part.shape for part in got] == [part.shape for part in code]
+    assert torch.equal(got.places.cpu(), code.places) and torch.equal(got.exact.cpu(), code.exact)
+    assert got.places.dtype == code.places.dtype
     # Steps that differ in their last bit may round a value that lies between two levels otherwise.
-    numbers = [unpack(rows.cpu(), length).int() for rows in (packed, code.packed)]
+    numbers = [unpack(rows.cpu(), length).int() for rows in (got.packed, code.packed)]
     differ = numbers[0] != numbers[1]
     assert differ.float().mean() <= 0.001 if differ.numel() else True
     same = ~differ.view(y.shape)
     assert torch.allclose(known.cpu()[same], plain[same], rtol=1e-5, atol=1e-6)
     there = known.clone()
-    move_rows(known, packed, steps, length, -1)
+    move_rows(known, got, length, -1)
     assert torch.allclose(known, y, rtol=1e-5, atol=1e-6)
-    move_rows(known, packed, steps, length, 1)
+    move_rows(known, got, length, 1)
     assert torch.allclose(known, there, rtol=1e-5, atol=1e-6)
 
 
 def test_a_row_that_has_arrived_stays():
-    _, y = tensors((3, 80), torch.float32)
+    _, y = tensors((3, 800), torch.float32)
     known = y.clone()
-    packed, steps = encode_rows(y, known, 80, 2)
-    assert not steps.any() and torch.equal(known, y)
-    move_rows(known, packed, steps, 80, -1)
+    code = encode_rows(y, known, 800, 2)
+    assert not code.steps.any() and torch.equal(known, y)
+    move_rows(known, code, 800, -1)
     assert torch.equal(known, y)
+
+
+@pytest.mark.parametrize("places", [[3], [799, 0], [5, 700, 6, 701], range(800)], ids=str)
+def test_the_first_of_equal_differences_are_exact(places):
+    _, y = tensors((2, 800), torch.float32)
+    x, plain, known = y.clone(), y.cpu().clone(), y.clone()
+    x[1, places] = y[1, places].round() + 1024
+    y[1, places] = known[1, places] = plain[1, places] = plain[1, places].round()
+    code, got = encode(x.cpu(), plain, 2), encode_rows(x, known, 800, 2)
+    assert torch.equal(got.places.cpu(), code.places) and torch.equal(got.exact.cpu(), code.exact)
+    first = sorted(places)[:2]
+    assert torch.equal(known[:, first], x[:, first])
+    move_rows(known, got, 800, -1)
+    assert torch.allclose(known, y, rtol=0, atol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
 def test_values_that_are_not_finite_are_not_followed():
-    x, y = tensors((3, 80), torch.float32)
+    x, y = tensors((3, 800), torch.float32)
     x[1, 7], x[2, 3] = torch.inf, torch.nan
-    encode_rows(x, y, 80, 2)
-    assert y.isfinite().all()
+    code = encode_rows(x, y, 800, 2)
+    assert y.isfinite().all() and code.exact.isfinite().all()
 
 
 def test_indices_of_64_bits(monkeypatch):

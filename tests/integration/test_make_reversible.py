@@ -1,6 +1,7 @@
 """Models of transformers and timm made reversible: trained in few bits, used unchanged."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -35,15 +36,19 @@ def family(request):
     return request.param
 
 
-def test_gradients_are_those_at_quantized_inputs(family, monkeypatch):
+@pytest.mark.parametrize(
+    "family, bits",
+    [*((family, 2) for family in FAMILIES), *product(("GPT2", "Llama"), (1, 8))],
+)
+def test_gradients_are_those_at_quantized_inputs(family, bits, monkeypatch):
     monkeypatch.setattr(tape, "Tape", Watched)
     monkeypatch.setattr(Watched, "num_compared", 0)
     model, reference = make(family), make(family)
     name, blocks = find_blocks(reference, None)
     assert name == FAMILIES[family][2]
-    follow(blocks, 2)
+    follow(blocks, bits)
     reference.config.use_cache = False  # it runs its blocks twice
-    rd.make_reversible(model, 2)
+    rd.make_reversible(model, bits)
     got, true = train(model, family), train(reference, family)
     assert got.keys() == true.keys()
     pairs = [(got[n], true[n]) for n in true if true[n] is not None]

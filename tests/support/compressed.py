@@ -25,19 +25,31 @@ def instead(value: Tensor, source: Tensor) -> Any:
 
 
 def approach(x: Tensor, y: Tensor, bits: int) -> Tensor:
-    """Return `y`, moved by the closest of 2^bits levels around 0, the upper of two, row by row."""
+    """Return `y`, moved by the closest of 2^bits levels around 0, the upper of two, row by row.
+
+    Of a row of 384 values the largest difference is exact, of one of 768 or more the largest two.
+    """
     order = sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
     back = [order.index(dim) for dim in range(x.dim())]
     x, y = x.permute(order), y.permute(order)  # as in memory
     length = 1
     for size in reversed(x.shape[1:]):
         length *= size if length < 64 else 1
+    together = [num for num in range(1, x.shape[0] + 1) if x.shape[0] % num == 0]
+    enough = [num for num in together if num * length >= 64]
+    length *= enough[0] if enough else x.shape[0]
     rows = []
     for row_x, row_y in zip(x.reshape(-1, length), y.reshape(-1, length), strict=True):
         distance = row_x.to(y.dtype) - row_y
+        sizes = distance.abs().tolist()
+        exact = sorted(range(length), key=lambda place: -sizes[place])[: min(2, length // 384)]
+        largest = distance[exact]
+        distance[exact] = 0
         step = STEPS[bits] * distance.square().mean().sqrt()
         levels = step * (torch.arange(2**bits, dtype=y.dtype) - (2**bits - 1) / 2).flip(0)
-        rows.append(row_y + levels[(distance[:, None] - levels).abs().argmin(1)])
+        moves = levels[(distance[:, None] - levels).abs().argmin(1)]
+        moves[exact] = largest
+        rows.append(row_y + moves)
     return torch.stack(rows).view(y.shape).permute(back)
 
 

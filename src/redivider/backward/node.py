@@ -6,6 +6,7 @@ frozen stems, `torch.autograd.grad`, hooks, DDP and FSDP2 work as with a plain m
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -90,6 +91,7 @@ class KeptInput(Kept):
     def __init__(self, name: str, call: Call, *, with_graph: bool) -> None:
         self.name = name
         self.is_compiled = call.is_compiled
+        call.name = name
         self._call = call
         self._with_graph = with_graph
         self._record: Record
@@ -214,7 +216,7 @@ class _Job:
 
     def _node_before(self) -> Any:
         """Return the node of the unit that the backward reaches next, if it is near."""
-        node = find_node(_previous_nodes(self._ctx), _is_kept)
+        node = find_node(_previous_nodes(self._ctx), _is_kept, NUM_SEARCHED)
         return node if node is not None and node.kept.precedes(self.key) else None
 
     def prepare(self, *, flows: bool = True) -> Any:
@@ -253,15 +255,24 @@ def _is_kept(node: Any) -> bool:
     return isinstance(getattr(node, "kept", None), Kept)
 
 
-def find_node(queue: list[Any], is_wanted: Callable[[Any], bool]) -> Any:
-    """Return the first wanted node among some nodes, and those that the backward reaches next."""
-    for _ in range(NUM_SEARCHED):
+def find_node(nodes: Sequence[Any], is_wanted: Callable[[Any], bool], most: int) -> Any:
+    """Return the first wanted node among some nodes, and those that the backward reaches next.
+
+    Args:
+        nodes: Nodes to begin with.
+        is_wanted: Predicate of nodes.
+        most: Number of nodes to search.
+    """
+    queue, seen = deque(nodes), set(nodes)
+    for _ in range(most):
         if not queue:
             return None
-        node = queue.pop(0)
+        node = queue.popleft()
         if is_wanted(node):
             return node
-        queue += _previous_nodes(node)
+        following = [other for other in _previous_nodes(node) if other not in seen]
+        queue.extend(following)
+        seen.update(following)
     return None
 
 

@@ -7,6 +7,10 @@ The values of a row share a step. 2^bits levels lie around 0, a step apart:
        0  |    1    |    2    |    3           the outermost levels are open
 
 The step is a multiple of the row's root mean square.
+
+A pretrained network may have a few values thousands of times larger than the rest of their row
+(attention sinks). They would set its step. So the largest differences of a long row are kept
+exactly, and left out of the step.
 """
 
 from importlib import import_module
@@ -24,6 +28,8 @@ PER_BYTE = 8
 ROW = 64  # a row has as many values at least, so that its step takes little memory
 MAX_ROW = 2**16  # values of a row that kernels take
 HUGE = 1e18  # larger differences, whose squares may overflow, count as 0; so does NaN
+MAX_EXACT = 2  # differences of a row that are kept exactly
+VALUES_PER_EXACT = 384  # so that they take at most an eighth of a bit a value
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -34,16 +40,36 @@ class Code(NamedTuple):
     """Codes, packed: for every row and bit, a bit of every value."""
     steps: Tensor
     """Steps of the rows."""
+    places: Tensor
+    """Places in the rows of the differences that are kept exactly."""
+    exact: Tensor
+    """These differences, which are added instead of a level."""
 
 
 def row_length(shape: torch.Size) -> int:
-    """Return the number of values in a row: the last dimensions, but not the first."""
+    """Return the number of values in a row: the last dimensions, and samples if these are small."""
     length = 1
     for size in reversed(shape[1:]):
         if length >= ROW:
             break
         length *= size
-    return max(1, length)
+    if not 0 < length < ROW:
+        return max(1, length)
+    num = shape[0] if shape else 1
+    least = -(-ROW // length)  # samples
+    if num <= least:
+        return max(1, num * length)
+    return length * next((some for some in range(least, 8 * least) if num % some == 0), 1)
+
+
+def num_exact(length: int) -> int:
+    """Return how many differences of a row are kept exactly."""
+    return min(MAX_EXACT, length // VALUES_PER_EXACT)
+
+
+def place_dtype(length: int) -> torch.dtype:
+    """Return the type of places in a row."""
+    return torch.int16 if length <= torch.iinfo(torch.int16).max else torch.int32
 
 
 def encode(x: Tensor, y: Tensor, bits: int) -> Code:
@@ -56,16 +82,21 @@ def encode(x: Tensor, y: Tensor, bits: int) -> Code:
     """
     kernels = _find_kernels(x, y)
     if kernels is not None:
-        return Code(*kernels.encode_rows(x.contiguous(), y, row_length(y.shape), bits))
+        result: Code = kernels.encode_rows(x.contiguous(), y, row_length(y.shape), bits)
+        return result
     rows = y.view(-1, row_length(y.shape))
+    length = rows.shape[1]
     distance = x.reshape(rows.shape).to(y.dtype) - rows
     distance = torch.where(distance.abs() < HUGE, distance, 0.0)
+    places = _places_of_largest(distance, num_exact(length))
+    exact = distance.gather(1, places)
+    distance.scatter_(1, places, 0.0)
     steps = distance.square().mean(1).sqrt().mul_(STEPS[bits])
     levels = 2**bits
     code = distance.div_(steps[:, None]).floor_().add_(levels // 2)
     # Where y equals x, the step is 0 and any code will do.
     code = code.nan_to_num_(0).clamp_(0, levels - 1).to(torch.uint8)
-    result = Code(pack(code, bits), steps)
+    result = Code(pack(code, bits), steps, places.to(place_dtype(length)), exact)
     move(y, result, 1)
     return result
 
@@ -74,12 +105,25 @@ def move(y: Tensor, code: Code, sign: int) -> None:
     """Add a difference to `y` in place, or subtract it if the sign is -1."""
     kernels = _find_kernels(y, y)
     if kernels is not None:
-        kernels.move_rows(y, *code, row_length(y.shape), sign)
+        kernels.move_rows(y, code, row_length(y.shape), sign)
         return
     rows = y.view(-1, row_length(y.shape))
     middle = (2 ** code.packed.shape[1] - 1) / 2
     values = unpack(code.packed, rows.shape[1]).to(y.dtype).sub_(middle)
-    rows.add_(values.mul_(code.steps[:, None]), alpha=sign)
+    values.mul_(code.steps[:, None]).scatter_(1, code.places.long(), code.exact)
+    rows.add_(values, alpha=sign)
+
+
+def _places_of_largest(rows: Tensor, num: int) -> Tensor:
+    """Return the places of the values of largest size, the first of several that are equal."""
+    places = torch.empty(rows.shape[0], num, dtype=torch.long, device=rows.device)
+    if num:
+        sizes = rows.abs()
+        for index in range(num):
+            place = sizes.argmax(1, keepdim=True)
+            sizes.scatter_(1, place, -1.0)
+            places[:, index] = place[:, 0]
+    return places
 
 
 def pack(rows: Tensor, bits: int) -> Tensor:

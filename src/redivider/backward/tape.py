@@ -45,6 +45,11 @@ class Tape:
         self._codes: list[Code] = []  # from every input to the next
         self._needed: set[int] = set()  # positions that will be read
 
+    @property
+    def num_inputs(self) -> int:
+        """Number of inputs, as long as none is released."""
+        return len(self._codes) + (self._position >= 0)
+
     def append(self, x: Tensor) -> int:
         """Keep an input; return its position."""
         x = x.detach().permute(self._order)
@@ -106,6 +111,16 @@ class Tapes:
         other = Tapes(self._bits)
         other._tapes = {kind: tape.restart() for kind, tape in self._tapes.items()}
         return other
+
+    @property
+    def num_inputs(self) -> int:
+        """Number of inputs, as long as none is released."""
+        return sum(tape.num_inputs for tape in self._tapes.values())
+
+    @property
+    def num_codes(self) -> int:
+        """Number of inputs that are compressed, as long as none is released."""
+        return self.num_inputs - len(self._tapes)
 
     def make_kept(self, name: str, call: Call, *, with_graph: bool, num_inputs: int) -> KeptInput:
         """Return the state of a module, whose input goes to a tape if it is one tensor."""

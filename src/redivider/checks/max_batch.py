@@ -177,7 +177,7 @@ def _search(trials: _Trials) -> int:
     """Guess sizes by the peaks of those that fit, until the answer is precise."""
     try:
         good, bad = (1, MOST + 1) if trials.fits(1) else (0, 1)
-    except Exception:  # batch norms need two samples
+    except ValueError:  # batch norms need two samples
         good, bad = (2, MOST + 1) if trials.fits(2) else (0, 1)
     if good and not trials.fits(2 * good):
         bad = 2 * good

@@ -1,6 +1,7 @@
 """Where the blocks of a network are."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from torch import nn
 
@@ -14,16 +15,22 @@ def find_blocks(model: nn.Module, name: str | None) -> tuple[str, list[nn.Module
         model: The network.
         name: Name of the list in the network; None to take the only one that there is.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be an nn.Module, got {type(model).__name__}")
     if name is not None:
+        if not isinstance(name, str) or not name:
+            kind = repr(name) if isinstance(name, str) else type(name).__name__
+            raise ValueError(f"blocks must be a name, such as 'encoder.layers', got {kind}")
         try:
             members = model.get_submodule(name)
         except AttributeError:
-            raise ValueError(f"blocks={name!r}: the model has no module of that name") from None
+            try:
+                kind = type(attrgetter(name)(model)).__name__
+            except AttributeError:
+                raise ValueError(f"blocks={name!r}: the model has no module of that name") from None
+            raise _not_a_list(name, kind) from None
         if not isinstance(members, LISTS) or not len(members):
-            raise ValueError(
-                f"blocks={name!r} must name a list of blocks, a ModuleList or Sequential, got "
-                f"{type(members).__name__}"
-            )
+            raise _not_a_list(name, type(members).__name__)
         return name, list(members)
     candidates = dict(_candidates(model))
     if len(candidates) == 1:
@@ -31,10 +38,17 @@ def find_blocks(model: nn.Module, name: str | None) -> tuple[str, list[nn.Module
         return name, list(blocks.children())
     if not candidates:
         raise ValueError(
-            f"{type(model).__name__} has no list of blocks of one kind; name it: blocks=..."
+            f"{type(model).__name__} has no list of blocks of one kind, a ModuleList or Sequential "
+            "of two or more; name it: blocks=..."
         )
     names = ", ".join(map(repr, candidates))
     raise ValueError(f"{type(model).__name__} has several lists of blocks, {names}; name one")
+
+
+def _not_a_list(name: str, kind: str) -> ValueError:
+    return ValueError(
+        f"blocks={name!r} must name a list of blocks, a ModuleList or Sequential, got {kind}"
+    )
 
 
 def _candidates(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

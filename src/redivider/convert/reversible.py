@@ -6,11 +6,12 @@ input goes to a tape of a few bits a value (backward/tape.py), or a plan says ot
 Parameters, buffers, hooks and the keys of `state_dict` stay as they are.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,10 @@ from redivider.tree import tensors_of
 
 Model = TypeVar("Model", bound=nn.Module)
 PLACE = "_redivider_place"  # attribute of a block: its list, and its index there
+PLAIN = "_redivider_plain"  # attribute of a block: itself, to be run by its original forward
 ENABLE = "gradient_checkpointing_enable"
+# Nodes of the graph to search for the block before; only the first block of a pass searches all.
+NUM_SEARCHED = 1000
 
 
 def make_reversible(model: Model, bits: int = BITS, blocks: str | None = None) -> Model:
@@ -64,12 +68,19 @@ def make_reversible(model: Model, bits: int = BITS, blocks: str | None = None) -
                 "gradient checkpointing is on, and a reversible model does without; call "
                 "model.gradient_checkpointing_disable() first"
             )
+    if len(members) == 1:
+        raise ValueError(
+            f"{name} has one block, and blocks are compressed relative to each other: use "
+            "checkpointing"
+        )
     if len(set(members)) < len(members):
         raise ValueError(f"{name} has a block twice, and a block can have one place in a row")
     names = [f"{name}.{index}" for index in range(len(members))]
-    row = Blocks(names, [_Plain(block) for block in members], bits)
+    row = Blocks(names, bits)
     for index, block in enumerate(members):
         setattr(block, PLACE, (row, index))
+        setattr(block, PLAIN, (_Plain(block),))  # a tuple, because it is no part of the block
+        row.add(index, block)
         kind: Any = type(block)
         block.__class__ = _reversible_class(kind)
     remove_forward_pre_hook(model, _switch_cache_off)  # of a call for another list
@@ -81,20 +92,25 @@ def make_reversible(model: Model, bits: int = BITS, blocks: str | None = None) -
 
 def make_plain(model: Model) -> Model:
     """Undo `make_reversible`, in place; return the model."""
-    if not any(PLACE in vars(module) for module in model.modules()):
-        raise ValueError(f"{type(model).__name__} is not reversible")
-    for block in model.modules():
-        if PLACE in vars(block):
-            if type(block) not in _ORIGINAL:
-                raise ValueError(
-                    f"a block is {type(block).__name__}, made of a reversible one since (by FSDP?)"
-                )
-            block.__class__ = _ORIGINAL[type(block)]
-            delattr(block, PLACE)
+    blocks = [module for module in model.modules() if PLACE in vars(module)]
+    for block in blocks:
+        if type(block) not in _ORIGINAL:
+            raise ValueError(
+                f"a block is {type(block).__name__}, made of a reversible one since (by FSDP?)"
+            )
+    for block in blocks:
+        block.__class__ = _ORIGINAL[type(block)]
+        delattr(block, PLACE)
+        delattr(block, PLAIN)
+    # If there are none, they were made plain before, through a part of the model.
+    has_changed = len(blocks) > 0
     for module in model.modules():
-        remove_forward_pre_hook(module, _switch_cache_off)
+        has_changed |= remove_forward_pre_hook(module, _switch_cache_off)
         if vars(module).get(ENABLE) is _refuse_checkpointing:
             delattr(module, ENABLE)
+            has_changed = True
+    if not has_changed:
+        raise ValueError(f"{type(model).__name__} is not reversible")
     return model
 
 
@@ -107,26 +123,37 @@ class Blocks:
 
     Args:
         names: Names of the blocks.
-        plain: The blocks, as modules that run by the original forward.
         bits: Bits that a block keeps of every value.
     """
 
-    def __init__(self, names: list[str], plain: list["_Plain"], bits: int) -> None:
-        self.plain = plain
-        self.backward = ["compress"] * len(plain)
+    def __init__(self, names: list[str], bits: int) -> None:
+        self._refs: list[Callable[[], Any]] = [_nothing] * len(names)  # weak: blocks may be removed
+        self.backward = ["compress"] * len(names)
         self.observe: Observe | None = None
         """Function that runs a block in training instead, to measure it."""
         self._names, self._bits = names, bits
+        self._is_checked = False
         self.compiled: dict[Any, Any] = {}
         """Compiled functions, which blocks share that differ in their weights only."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "compiled": {}}  # which cannot be copied
+        # Compiled functions cannot be copied. Blocks may be copied alone: copies add themselves.
+        return {**vars(self), "compiled": {}, "_refs": [_nothing] * len(self._names)}
+
+    @property
+    def plain(self) -> list[Any]:
+        """The blocks, as modules that run by the original forward; None for those that are gone."""
+        return [find() for find in self._refs]
+
+    def add(self, index: int, block: nn.Module) -> None:
+        """Add a block to the list."""
+        (plain,) = getattr(block, PLAIN)
+        self._refs[index] = ref(plain)
 
     @property
     def trains(self) -> bool:
         """Whether a block is in training mode; the others may be frozen in evaluation mode."""
-        return any(plain.wrapped.training for plain in self.plain)
+        return any(plain is not None and plain.wrapped.training for plain in self.plain)
 
     # A compiler cannot trace autograd nodes and tapes.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -147,7 +174,22 @@ class Blocks:
             output = self.run_by(self.backward[index], index, keepers, x, args, kwargs)
             for tensor in tensors_of(output):
                 _set_mark(tensor, self, keepers)
+            if index == len(self._names) - 1:
+                self._warn_once(keepers)
             return output
+
+    def _warn_once(self, keepers: Keepers) -> None:
+        """Warn after the first pass if no two inputs had one shape."""
+        all_tapes = [keeper for keeper in keepers.values() if isinstance(keeper, Tapes)]
+        if self._is_checked or not all_tapes:
+            return
+        self._is_checked = True
+        if all(tapes.num_inputs > 1 and not tapes.num_codes for tapes in all_tapes):
+            warnings.warn(
+                f"{self._names[0].rpartition('.')[0]}: no two blocks have inputs of one shape, so "
+                "nothing is compressed; name a list of blocks that keep it, blocks=...",
+                stacklevel=2,
+            )
 
     def run_by(
         self,
@@ -191,10 +233,14 @@ class Blocks:
         return Tapes(self._bits) if strategy.compresses else strategy.make_keeper(x)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _find_mark(tensor: Tensor, key: Any) -> Any:
     """Return what `_set_mark` has set for a key at a tensor that is near before this one."""
-    queue = [] if tensor.grad_fn is None else [tensor.grad_fn]
-    node = find_node(queue, lambda node: key in node.metadata)
+    nodes = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    node = find_node(nodes, lambda node: key in node.metadata, NUM_SEARCHED)
     return None if node is None else node.metadata[key]
 
 
@@ -251,9 +297,15 @@ class _Plain(nn.Module):
         if args:
             x, args = args[0], args[1:]
         else:
-            first = list(signature(self._forward).parameters)[1]
+            _, *params = signature(self._forward).parameters.values()
+            first = params[0].name if params else ""
             if first not in kwargs:
                 raise UnitError("a block takes its input as the first argument, and got none")
+            if params[0].kind is Parameter.KEYWORD_ONLY:
+                raise UnitError(
+                    f"a block must take its input as a positional argument, and {first} is a "
+                    "keyword-only one"
+                )
             x, kwargs = kwargs[first], {k: v for k, v in kwargs.items() if k != first}
         if not isinstance(x, Tensor) or not x.is_floating_point():
             kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -272,7 +324,8 @@ def _reversible_class(kind: Any) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         row, index = getattr(self, PLACE)
         is_training = torch.is_grad_enabled() and row.trains
-        if row.plain[index].wrapped is not self:  # a shallow copy, with weights of its own
+        (plain,) = getattr(self, PLAIN)
+        if plain.wrapped is not self:  # a shallow copy, with weights of its own
             if is_training:
                 raise UnitError(
                     "nn.DataParallel and other shallow copies cannot train a reversible model; "
@@ -281,20 +334,26 @@ def _reversible_class(kind: Any) -> Any:
             return kind.forward(self, *args, **kwargs)
         if is_training:
             return row.run(index, args, kwargs)
-        return row.plain[index](*args, **kwargs)
+        return plain(*args, **kwargs)
 
     def compile(self: nn.Module, **options: Any) -> None:
         """Compile what the block computes; what keeps its input is not compiled."""
-        row, index = getattr(self, PLACE)
-        compile_units([row.plain[index]], shared=row.compiled, **options)
+        row, _ = getattr(self, PLACE)
+        compile_units([*getattr(self, PLAIN)], shared=row.compiled, **options)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         """Copy and pickle by the block's own class, since this one has no name of its own."""
         reduced: Any = object.__reduce_ex__(self, protocol)
         return _revive, (kind,), *reduced[2:]
 
+    def set_state(self: Any, state: dict[str, Any]) -> None:
+        kind.__setstate__(self, state)
+        row, index = getattr(self, PLACE)
+        row.add(index, self)
+
     names = ("__module__", "__qualname__", "__doc__")
-    methods = {"forward": forward, "compile": compile, "__reduce_ex__": reduce}
+    methods = {"forward": forward, "compile": compile}
+    methods |= {"__reduce_ex__": reduce, "__setstate__": set_state}
     made = type(kind.__name__, (kind,), methods | {name: getattr(kind, name) for name in names})
     _ORIGINAL[made] = kind
     return made
@@ -313,7 +372,7 @@ def _switch_cache_off(
     """Build no key-value cache in training: a block that runs twice would append to it twice."""
     names = [*signature(model.forward).parameters]
     is_keyword = "use_cache" in names[len(args) :]
-    if not (model.training and torch.is_grad_enabled() and is_keyword):
+    if not (model.training and torch.is_grad_enabled() and is_keyword and blocks_of(model)):
         return None
     return args, {**kwargs, "use_cache": False}
 

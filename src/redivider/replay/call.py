@@ -7,6 +7,7 @@ leaves, their hooks would fire inside that backward, and again when their gradie
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from threading import RLock
 from typing import Any
 from weakref import WeakSet
@@ -47,6 +48,8 @@ class Call:
         self.module = tree.modules[0]
         self.first: Callable[..., Any] = self.module
         """Function that runs the module with its graph for the first time."""
+        self.name = ""
+        """Name of the module, for errors of its backward."""
         self.modules = tree.modules
         self._tree = tree
         self._others = others  # the arguments without tensors, which must not be kept alive here
@@ -103,7 +106,7 @@ class Call:
                 run, record = self.only_run(tensors, needs, record=record)
             for leaf in run.leaves:
                 if leaf.requires_grad:
-                    leaf.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+                    leaf.register_hook(partial(_refuse_gradient, self.name))  # type: ignore[no-untyped-call]
             return map_tensors(Tensor.detach, run.output), record
         if self.module not in _verified:
             _verify_unsharded(self.modules)
@@ -259,11 +262,11 @@ def place_grads(grads: Iterable[Tensor | None], leaves: Sequence[Tensor]) -> lis
     return [next(following) if leaf.requires_grad else None for leaf in leaves]
 
 
-def _refuse_gradient(grad: Tensor) -> None:
+def _refuse_gradient(name: str, grad: Tensor) -> None:
     raise UnitError(
-        "a gradient reached a tensor that was kept inside of the module in the forward, such as a "
-        "loss of its own, logits of a router or a map of attention; the graph of that run is not "
-        "kept, so the gradient would be lost: return the tensor beside the output"
+        f"{name}: a gradient reached a tensor that was kept inside of the module in the forward, "
+        "such as a loss of its own, logits of a router or a map of attention; the graph of that "
+        "run is not kept, so the gradient would be lost: return the tensor beside the output"
     )
 
 

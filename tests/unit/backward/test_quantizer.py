@@ -21,7 +21,9 @@ def test_packed_numbers_come_back(bits, rows, num, seed):
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("shape", [(3, 100), (2, 5, 7), (2, 3, 4, 64), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 100), (2, 5, 7), (2, 3, 4, 64), (1, 1), (3, 390), (2, 2, 800)], ids=str
+)
 def test_the_closest_level_is_taken(bits, shape):
     torch.manual_seed(bits)
     x, y = torch.randn(2, *shape, dtype=torch.float64)
@@ -54,8 +56,64 @@ def test_errors_do_not_add_up():
     assert max(errors[100:]) < 1.2 * max(errors[:100]) < 1.2
 
 
+CHANNELS = {30: [7], 3_000: [7, 300], 1e5: [0, 767]}
+SINK = range(2, 10)  # inputs that have outliers
+
+
+def stream(size=0.0):
+    """Return inputs of 12 blocks, of 4 tokens, two of which have outliers for a while."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(12, 4, 768, generator=generator).mul(0.3).cumsum(0)
+    for channel in CHANNELS.get(size, []):
+        inputs[SINK.start : SINK.stop, :2, channel] = (
+            size * torch.linspace(1, 1.02, len(SINK))[:, None]
+        )
+    return inputs
+
+
+def walk(inputs, bits):
+    """Return what is known of inputs after the first, and the codes."""
+    y, known, codes = inputs[0].clone(), [], []
+    for x in inputs[1:]:
+        codes.append(encode(x, y, bits))
+        known.append(y.clone())
+    return torch.stack(known), codes
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", CHANNELS)
+def test_outliers_are_followed_at_once_and_leave_the_others_alone(size, bits):
+    inputs, calm = stream(size), stream()
+    known, codes = walk(inputs, bits)
+    error = (known - inputs[1:]).abs()
+    outliers = error[:, :2, CHANNELS[size]]
+    others = error.clone()
+    others[:, :2, CHANNELS[size]] = 0
+    usual = (walk(calm, bits)[0] - calm[1:]).norm(dim=(1, 2))
+    assert (others.norm(dim=(1, 2)) <= 1.2 * usual).all()
+    appears, vanishes = SINK.start - 1, SINK.stop - 1
+    for place in (appears, vanishes):
+        assert outliers[place].max() <= 1e-6 * size
+    assert outliers.max() <= 0.02 * size
+
+    y = known[-1].clone()
+    for code, expected in zip(reversed(codes), [*known.flip(0)[1:], inputs[0]], strict=True):
+        move(y, code, -1)
+        assert (y - expected).abs().max() <= 1e-6 * max(size, 1)
+
+
+def test_exact_values_take_at_most_an_eighth_of_a_bit():
+    for length in (100, 383, 384, 767, 768, 4096, 40_000):
+        x, y = torch.randn(2, 2, length)
+        code = encode(x, y, 2)
+        assert code.places.shape == code.exact.shape == (2, min(2, length // 384))
+        assert code.places.nbytes + code.exact.nbytes <= 2 * length * 0.125 / 8
+        ours, true = (tensor.gather(1, code.places.long()) for tensor in (y, x))
+        assert torch.allclose(ours, true, rtol=0, atol=1e-6)
+
+
 def test_rows_that_have_arrived_stay():
-    x = torch.randn(3, 80)
+    x = torch.randn(3, 800)
     y = x.clone()
     code = encode(x, y, 2)
     assert torch.equal(y, x)
@@ -67,21 +125,32 @@ def test_rows_that_have_arrived_stay():
     "shape, length",
     [
         *(((8, 10, 768), 768), ((8, 64, 7, 7), 3136), ((8, 16, 16, 8), 128)),
-        *(((8, 3), 3), ((8,), 1), ((8, 0), 1)),
+        *(((8, 3), 24), ((8,), 8), ((8, 0), 1), ((0, 8), 1), ((), 1)),
+        *(((64, 12), 96), ((66, 12), 72), ((1009, 12), 12), ((6, 3, 12), 72)),
     ],
 )
-def test_a_row_is_at_least_64_values_of_a_sample(shape, length):
+def test_a_row_is_at_least_64_values_of_few_samples(shape, length):
     assert row_length(torch.Size(shape)) == length
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 12), (66, 8), (64, 3, 12), (8, 4, 64), (4, 3, 768)], ids=str
+)
+@pytest.mark.parametrize("bits", [1, 2, 3, 8])
+def test_a_code_takes_at_most_half_a_bit_more_a_value(shape, bits):
+    x, y = torch.randn(2, *shape)
+    assert sum(part.nbytes for part in encode(x, y, bits)) <= x.numel() * (bits + 0.5) / 8
 
 
 def test_values_that_are_not_finite_are_not_followed():
     torch.manual_seed(0)
-    x, y = torch.randn(2, 3, 80)
+    x, y = torch.randn(2, 3, 800)
     clean = y.clone()
     encode(x, clean, 2)
     x[1, 7], x[2, 3] = torch.inf, torch.nan
-    encode(x, y, 2)
+    code = encode(x, y, 2)
     assert y.isfinite().all() and torch.equal(y[0], clean[0])
+    assert code.exact.isfinite().all()
 
 
 def test_no_values():

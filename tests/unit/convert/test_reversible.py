@@ -130,6 +130,49 @@ def test_under_autocast(monkeypatch):
     assert Watched.num_compared == 5
 
 
+def flat(grads):
+    return torch.cat([grad.flatten() for grad in grads.values() if grad is not None]).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_half_precision(bits, dtype):
+    model, reference = network(4, dtype), network(4, dtype)
+    rd.make_reversible(model, bits)
+    follow(reference.layers, bits)
+    ours, true = (flat(train(net, dtype=dtype)) for net in (model, reference))
+    assert (ours - true).norm() <= 8 * torch.finfo(dtype).eps * true.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_under_autocast_with_a_scaler(dtype):
+    model, reference = network(), network()
+    rd.make_reversible(model, 2)
+    follow(reference.layers, 2)
+    grads = []
+    for net in (model, reference):
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=dtype == torch.float16)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        torch.manual_seed(5)
+        with torch.autocast("cpu", dtype):
+            loss = weigh(net(inputs()).float())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        grads.append(flat(gradients(net)))
+        before = net.head.weight.detach().clone()
+        scaler.step(optimizer)
+        assert not torch.equal(net.head.weight, before)
+    assert (grads[0] - grads[1]).norm() <= 8 * torch.finfo(dtype).eps * grads[1].norm()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_export_in_evaluation():
+    plain, model = network(2).eval(), rd.make_reversible(network(2)).eval()
+    program = torch.export.export(model, (inputs(),)).module()
+    assert torch.equal(program(inputs(1)), plain(inputs(1)))
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 8])
 def test_a_further_block_holds_its_bits(bits):
     held = []
@@ -215,6 +258,31 @@ def test_a_copy_is_a_model_of_its_own():
         assert rd.make_plain(other) is other and type(other.layers[0]) is Block
 
 
+def test_a_copy_of_a_block_is_one_block():
+    model = rd.make_reversible(network(dropout=0), 2)
+    file = io.BytesIO()
+    torch.save(model.layers[1], file)
+    assert file.tell() < 2 * sum(param.nbytes for param in model.layers[1].parameters()) + 10_000
+    block = copy.deepcopy(model.layers[1])
+    row, index = vars(block)["_redivider_place"]
+    assert [plain is not None for plain in row.plain].index(True) == index == 1
+    assert sum(plain is not None for plain in row.plain) == 1
+    x = torch.randn(3, WIDTH)
+    weigh(block(x)).backward()
+    assert all(param.grad is None for param in model.parameters())
+    assert torch.equal(block(x), model.layers[1](x))
+
+
+def test_a_block_that_was_removed_is_forgotten():
+    model, plain = rd.make_reversible(network(3, dropout=0), 1), network(3, dropout=0)
+    for net in (model, plain):
+        net.layers[2].train()
+        del net.layers[2]
+        net.eval()
+    gc.collect()
+    assert worst_error(train(model), train(plain)) == 0
+
+
 def test_a_copy_in_the_middle_of_a_pass():
     model = rd.make_reversible(network(), 2)
     x = model.layers[0](model.stem(inputs()))
@@ -230,6 +298,33 @@ def test_plain_again():
     assert worst_error(train(model), train(network())) == 0
     with pytest.raises(ValueError, match="Network is not reversible"):
         rd.make_plain(model)
+
+
+def test_a_part_is_plain_again():
+    outer: Any = nn.Sequential(network())
+    outer.forward = lambda x, use_cache=True: (outer[0](x), use_cache)
+    outer.gradient_checkpointing_enable = lambda: None
+    rd.make_reversible(outer)
+    assert not outer(inputs())[1]
+    rd.make_plain(outer[0])
+    assert outer(inputs())[1]  # caches are built again
+    with pytest.raises(ValueError, match=r"call rd\.make_plain\(model\)"):
+        outer.gradient_checkpointing_enable()
+    rd.make_plain(outer)
+    assert not outer._forward_pre_hooks
+    with pytest.raises(ValueError, match="Sequential is not reversible"):
+        rd.make_plain(outer)
+
+
+def test_plain_again_or_not_at_all():
+    model = rd.make_reversible(network())
+    last: Any = model.layers[-1]
+    kind: Any = type(last)
+    last.__class__ = type("FSDPBlock", (kind,), {})
+    with pytest.raises(ValueError, match="a block is FSDPBlock, made of a reversible one"):
+        rd.make_plain(model)
+    last.__class__ = kind
+    assert worst_error(train(rd.make_plain(model)), train(network())) == 0
 
 
 def test_hooks_see_a_block_once():
@@ -307,6 +402,60 @@ def test_compiled_blocks(monkeypatch):
         rd.make_reversible(other)
 
 
+class Attending(nn.Module):
+    """A block with attention, which may add an outlier to a channel of the first token."""
+
+    def __init__(self, width, outlier):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+        self.outlier = outlier
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (-1, 64)).transpose(1, 2).chunk(3, 1)
+        x = x + self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
+        x = x + self.mlp(self.norms[1](x))
+        outlier = torch.zeros_like(x)
+        outlier[:, 0, 7] = self.outlier
+        return x + outlier
+
+
+@pytest.mark.slow
+def test_an_attention_sink_leaves_the_gradients_alone():
+    width = 384
+    outliers = [3000 if index == 2 else -3000 if index == 9 else 0 for index in range(12)]
+    errors = []
+    for has_sink in (False, True):
+        grads = []
+        for is_reversible in (False, True):
+            torch.manual_seed(0)
+            blocks = [Attending(width, has_sink * outlier) for outlier in outliers]
+            net = nn.ModuleDict({"blocks": nn.Sequential(*blocks)})
+            if is_reversible:
+                rd.make_reversible(net, 2, "blocks")
+            x = torch.randn(2, 6, width, generator=torch.Generator().manual_seed(1))
+            weigh(net["blocks"](x)).backward()
+            grads.append(
+                torch.cat([grad.flatten() for grad in gradients(net).values() if grad is not None])
+            )
+        errors.append((grads[1] - grads[0]).norm() / grads[0].norm())
+    assert errors[1] <= 1.2 * errors[0] <= 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")  # the compiler's own
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_a_whole_network_compiles_in_evaluation(has_grad):
+    torch._dynamo.reset()
+    model = rd.make_reversible(network(2)).eval()
+    with torch.set_grad_enabled(has_grad):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(inputs()), model(inputs()))
+
+
 def test_blocks_by_name():
     model: Any = nn.ModuleDict({"a": Network(3), "b": Network(2)})
     with pytest.raises(ValueError, match=r"several lists of blocks, 'a\.layers', 'b\.layers'"):
@@ -381,6 +530,14 @@ def test_blocks_in_a_sequential():
         (lambda m: rd.make_reversible(m, True), "bits must be a whole number"),
         (lambda m: rd.make_reversible(m, blocks="body"), "the model has no module of that name"),
         (lambda m: rd.make_reversible(m, blocks="head"), "must name a list of blocks"),
+        (lambda m: rd.make_reversible(m, blocks=""), "blocks must be a name, such as .* got ''"),
+        (lambda m: rd.make_reversible(m, blocks=m.layers), "must be a name, .* got ModuleList"),
+        (
+            lambda m: rd.make_reversible(m, blocks="layers.0.returns_tuple"),
+            "of blocks, .* got bool",
+        ),
+        (lambda m: rd.make_reversible(network(1), blocks="layers"), "layers has one block, and"),
+        (lambda m: rd.make_reversible(network(1)), "Network has no list of blocks .* two or more"),
         (lambda m: rd.make_reversible(m.head), "Linear has no list of blocks of one kind"),
         (lambda m: rd.make_reversible(rd.make_reversible(m)), "is reversible already"),
     ],
@@ -390,6 +547,29 @@ def test_bad_arguments_change_nothing(call, message):
     with pytest.raises(ValueError, match=message):
         call(model)
     assert "reversible already" in message or type(model.layers[0]) is Block
+
+
+def test_a_list_of_python():
+    model: Any = [Block(), Block()]
+    with pytest.raises(TypeError, match=r"the model must be an nn\.Module, got list"):
+        rd.make_reversible(model)
+    holder: Any = nn.Module()
+    holder.layers = model
+    with pytest.raises(ValueError, match=r"'layers' must name a list of blocks, .* got list"):
+        rd.make_reversible(holder, blocks="layers")
+
+
+def test_a_stream_that_is_keyword_only():
+    class Keyword(nn.Sequential):
+        def forward(self, *, hidden):  # type: ignore[override]
+            return super().forward(hidden)
+
+    model: Any = nn.ModuleDict(
+        {"layers": nn.ModuleList(Keyword(nn.Linear(4, 4)) for _ in range(2))}
+    )
+    rd.make_reversible(model)
+    with pytest.raises(rd.UnitError, match=r"layers\.0: .* positional argument, and hidden is"):
+        model["layers"][0](hidden=torch.randn(3, 4))
 
 
 class Changing(Network):
@@ -597,7 +777,9 @@ def test_gradients_of_what_a_block_keeps_inside_are_refused():
     model.layers = nn.ModuleList(Keeping() for _ in range(3))
     rd.make_reversible(model, 2)
     loss = weigh(model(inputs())) + model.layers[1].aside
-    with pytest.raises(rd.UnitError, match="a gradient reached a tensor that was kept inside"):
+    with pytest.raises(
+        rd.UnitError, match=r"^layers\.1: a gradient reached a tensor that was kept inside"
+    ):
         loss.backward()
 
 
@@ -667,6 +849,34 @@ def test_blocks_that_change_the_shape():
     weigh(reference(x)).backward()
     ours = dict(zip(gradients(reference), gradients(model).values(), strict=True))
     assert worst_error(ours, gradients(reference)) <= 1e-5
+
+
+def test_a_list_whose_blocks_all_change_the_shape_is_reported_once():
+    stages = nn.Sequential(*(nn.Sequential(nn.Linear(n, n - 1), nn.Tanh()) for n in (8, 7, 6)))
+    model: Any = rd.make_reversible(nn.ModuleDict({"stages": stages}))
+    with pytest.warns(UserWarning, match="stages: no two blocks have inputs of one shape") as seen:
+        model["stages"](torch.randn(3, 8))
+    assert len(seen) == 1
+    model["stages"](torch.randn(3, 8))
+
+
+def test_many_operations_between_two_blocks():
+    def change(x):
+        for _ in range(100):
+            x = (x + x.mean()) / 1.01
+        return x
+
+    held = []
+    for function in (Changing.change, change):
+        model: Any = Changing()
+        model.change = function
+        rd.make_reversible(model, 2)
+        x = torch.randn(64, 16, 4)
+        with Live() as live:
+            loss = weigh(model(x))
+            held.append(live.bytes)
+        del loss
+    assert held[1] - held[0] <= 1000  # no second tape
 
 
 def test_gradients_of_gradients_are_refused():
