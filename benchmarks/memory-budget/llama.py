@@ -90,7 +90,7 @@ def measure(run: Callable[[], Tensor], weights: list[Tensor], device: str) -> di
         torch.autograd.grad(run(), weights, allow_unused=True)
         _synchronize(device)
         times.append(time.perf_counter() - start)
-    with counting(device == "cuda", weights) as meter:
+    with counting(torch.device(device) if device == "cuda" else None, weights) as meter:
         grads = torch.autograd.grad(run(), weights, allow_unused=True)
         peak = meter.peak_without(grads)
     return {"seconds": median(times[1:]), "peak": peak}

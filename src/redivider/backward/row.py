@@ -136,7 +136,8 @@ class Row:
         """Hand the recovered input of this coupling to the one before, as its output."""
         if index in self._drifts:
             self._drifts[index].compare((self.real(streams[0]), self.real(streams[1])))
-            del self._drifts[index]  # its memory need not wait for the end of the graph
+            if self.keepings[index].ahead is None:  # else another CUDA stream may still read it
+                del self._drifts[index]
         # Last, so that a comparison that raises can be tried again.
         self._outputs = {} if self._is_bottom(index) else {index - 1: streams}
 

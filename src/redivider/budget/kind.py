@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from redivider._torch_private import compiled_call
-from redivider.convert.reversible import PLACE
+from redivider._torch_private import COMPILED_CALL, compiled_call
+from redivider.convert.reversible import PLACE, PLAIN
 
 # Attributes of every module that are compared in another way, or have no effect on a call.
-IGNORED = ("_parameters", "_buffers", "_modules", "_compiled_call_impl", PLACE)
+IGNORED = ("_parameters", "_buffers", "_modules", COMPILED_CALL, PLACE, PLAIN)
 
 
 def kind_of_module(module: nn.Module) -> Any:
