@@ -30,10 +30,6 @@ def spin(cycles: int) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
-COMPILED_CALL = "_compiled_call_impl"
-"""Attribute of a module with the compiled function that a call runs."""
-
-
 def compiled_call(module: nn.Module) -> Any:
     """Return the compiled function that a call of the module runs, or None."""
     return module._compiled_call_impl

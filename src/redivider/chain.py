@@ -5,7 +5,7 @@ backward. Without grad mode every chain runs as plain modules do, and keeps noth
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from redivider.backward.row import Row, prepare_streams
 from redivider.backward.strategy import STORE, Strategy, begin_pass, resolve_strategies
 from redivider.coupling import Coupling, run_by
 from redivider.errors import UnitError, did_you_mean, naming
+from redivider.replay.stack import pushed
 
 if TYPE_CHECKING:
     from redivider.backward.auto import Auto
@@ -303,14 +304,9 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
 _observers: list[Callable[[Chain], None]] = []
 
 
-@contextmanager
-def observing(observe: Callable[[Chain], None]) -> Iterator[None]:
+def observing(observe: Callable[[Chain], None]) -> AbstractContextManager[Any]:
     """Call a function with every chain that is about to run."""
-    _observers.append(observe)
-    try:
-        yield
-    finally:
-        _observers.remove(observe)
+    return pushed(_observers, observe)
 
 
 def _verify_forward(coupling: Coupling) -> None:

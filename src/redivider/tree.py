@@ -31,8 +31,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
     """Return the storages of all dense tensors of a nested structure, in order."""
-    tensors = (tensor for tensor in tensors_of(tree) if tensor.layout is torch.strided)
-    return [tensor.untyped_storage() for tensor in tensors]
+    return [x.untyped_storage() for x in tensors_of(tree) if x.layout is torch.strided]
 
 
 def _is_plain(tree: Any) -> bool:

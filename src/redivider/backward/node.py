@@ -6,7 +6,6 @@ frozen stems, `torch.autograd.grad`, hooks, DDP and FSDP2 work as with a plain m
 """
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -188,10 +187,6 @@ class _Node(torch.autograd.Function):
         return None, *kept.ahead.step(job, grads)
 
 
-# Nodes of the graph to search for the next unit: additions and views lie between units.
-NUM_SEARCHED = 24
-
-
 class _Job:
     """The backward of a node, in two parts that can run apart (see `overlap.Job`)."""
 
@@ -216,7 +211,9 @@ class _Job:
 
     def _node_before(self) -> Any:
         """Return the node of the unit that the backward reaches next, if it is near."""
-        node = find_node(_previous_nodes(self._ctx), _is_kept, NUM_SEARCHED)
+        from redivider.backward.graph import find_unit  # overlap alone needs it
+
+        node = find_unit(self._ctx)
         return node if node is not None and node.kept.precedes(self.key) else None
 
     def prepare(self, *, flows: bool = True) -> Any:
@@ -249,37 +246,6 @@ class _Job:
         with naming(self.key.name):
             input_grads: list[Tensor | None] = self.key.finish(prepared, self._needs, grads)
             return input_grads
-
-
-def _is_kept(node: Any) -> bool:
-    return isinstance(getattr(node, "kept", None), Kept)
-
-
-def find_node(nodes: Sequence[Any], is_wanted: Callable[[Any], bool], most: int) -> Any:
-    """Return the first wanted node among some nodes, and those that the backward reaches next.
-
-    Args:
-        nodes: Nodes to begin with.
-        is_wanted: Predicate of nodes.
-        most: Number of nodes to search.
-    """
-    queue, seen = deque(nodes), set(nodes)
-    for _ in range(most):
-        if not queue:
-            return None
-        node = queue.popleft()
-        if is_wanted(node):
-            return node
-        following = [other for other in _previous_nodes(node) if other not in seen]
-        queue.extend(following)
-        seen.update(following)
-    return None
-
-
-def _previous_nodes(node: Any) -> list[Any]:
-    """Return the nodes that the backward reaches next, without parameters, which may be many."""
-    nodes = [function for function, _ in node.next_functions if function is not None]
-    return [function for function in nodes if function.next_functions or hasattr(function, "kept")]
 
 
 def _saved(ctx: Any) -> Sequence[Tensor]:

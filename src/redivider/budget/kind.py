@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from redivider._torch_private import COMPILED_CALL, compiled_call
+from redivider._torch_private import compiled_call
 from redivider.convert.reversible import PLACE, PLAIN
 
 # Attributes of every module that are compared in another way, or have no effect on a call.
-IGNORED = ("_parameters", "_buffers", "_modules", COMPILED_CALL, PLACE, PLAIN)
+IGNORED = ("_parameters", "_buffers", "_modules", PLACE, PLAIN)
 
 
 def kind_of_module(module: nn.Module) -> Any:
@@ -48,12 +48,13 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
     # The index of a layer of transformers is that of its cache.
     is_transformers = type(module).__module__.startswith("transformers.")
     ignored = (*IGNORED, *(("layer_idx",) if is_transformers else ()))
+    compiled = compiled_call(module)
     attributes = tuple(
         (name, _comparable(value))
         for name, value in vars(module).items()
         if name not in ignored and "state_dict" not in name
+        if compiled is None or value is not compiled
     )
-    compiled = compiled_call(module)
     return type(module), getattr(compiled, "function", compiled), attributes
 
 

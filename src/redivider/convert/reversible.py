@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from redivider._torch_private import compiled_call, remove_forward_pre_hook
-from redivider.backward.node import Keeper, KeptInput, find_node
+from redivider.backward.graph import find_node
+from redivider.backward.node import Keeper, KeptInput
 from redivider.backward.quantizer import MAX_BITS
 from redivider.backward.strategy import Strategy, resolve_strategy
 from redivider.backward.tape import BITS, Tapes

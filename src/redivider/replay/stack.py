@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-Item = TypeVar("Item")
+from typing import Any
 
 
 @contextmanager
-def pushed(stack: list[Item], item: Item) -> Iterator[Item]:
+def pushed(stack: list[Any], item: Any) -> Iterator[Any]:
     """Push an item to a stack inside, and pop it afterwards."""
     stack.append(item)
     try:
