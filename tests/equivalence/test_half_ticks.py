@@ -85,6 +85,7 @@ def test_a_latency_for_every_pair_of_neighbours(latency):
     assert follow(CUTS[3], "petra", 2, latency) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stages, accumulate, latency",
     [(3, 1, 0.5), (5, 2, 0.5), pytest.param(3, 2, 1.5, marks=SLOW)],
@@ -94,6 +95,7 @@ def test_lookahead_and_rates_by_delay(stages, accumulate, latency):
     assert follow(CUTS[stages], "petra", accumulate, latency, **options) <= BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stages, accumulate, latency, options",
     [
@@ -125,6 +127,7 @@ def test_captured_ticks_are_the_eager_ones(stages, accumulate, latency, options,
     assert equal(*ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("latency", [0.5, pytest.param(1.5, marks=SLOW)])
 @pytest.mark.parametrize("at", [1, 2, 5, 8])
 def test_saved_after_any_tick_it_continues(at, latency, tmp_path):

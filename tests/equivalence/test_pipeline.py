@@ -114,6 +114,7 @@ class Watched(rd.Pipeline):
         return super()._backward(j, n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("latency", [1, 2, 3])
 def test_the_delay_of_a_stage(latency):
     pipe = Watched(network(), stages=CUTS[5], loss=F.cross_entropy, optimizer=Spy, latency=latency)
@@ -190,6 +191,7 @@ def test_copies_of_the_weights_counted_by_storage(method, accumulate, copies):
     assert storages_like((37, 4)) == copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_held_between_ticks(method):
     model = network()
@@ -221,6 +223,7 @@ def normed(seed: int = 0) -> rd.Chain:
     return rd.Chain([stem, rd.Split(dim=1), *couplings, rd.Fuse(dim=1), head]).double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_running_statistics_are_committed_once_in_the_backward(method):
     """With frozen weights they equal the plain model's after as many batches as had a backward."""

@@ -193,6 +193,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", [MANIFEST, "unit-2.safetensors", "stage-1.safetensors"])
 def test_a_damaged_state_says_so_and_changes_nothing(name, damage, tmp_path):

@@ -79,6 +79,7 @@ def test_petra_by_muon(stages, accumulate, latency, optimizer):
     assert max(distances) <= 100 * BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "petra"])
 def test_other_methods(method):
     assert max(follow(CUTS[3], method, 3, 2)) <= BOUND

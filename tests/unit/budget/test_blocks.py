@@ -87,6 +87,7 @@ def test_all_of_the_memory_means_store():
     assert {*plan} == {"store"} and plan.cost == 0
 
 
+@pytest.mark.slow
 def test_blocks_are_compressed_only_where_that_is_faster():
     model, x = make()
     problem = measure_blocks(model, x, {}, loss_of)[1]

@@ -4,7 +4,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redivider.budget import solve as solver
@@ -88,6 +88,7 @@ def test_it_equals_exhaustive_search(problem, data):
     check(problem, data)
 
 
+@pytest.mark.slow
 @given(problems(6), st.data())
 def test_it_is_exact_if_the_first_searches_find_the_most_expensive_plan(problem, data):
     with pytest.MonkeyPatch.context() as patch:
@@ -95,6 +96,7 @@ def test_it_is_exact_if_the_first_searches_find_the_most_expensive_plan(problem,
         check(problem, data)
 
 
+@pytest.mark.slow
 @given(problems(6), st.integers(0, 80))
 def test_the_first_searches_find_a_plan_that_fits(problem, memory):
     plans = [plan for plan in product(*problem.units) if peak_of(problem, plan) <= memory]
@@ -112,6 +114,7 @@ def test_the_first_searches_find_a_plan_that_fits(problem, memory):
 
 
 @pytest.mark.slow
+@settings(max_examples=12)
 @given(problems(), st.data())
 def test_it_equals_exhaustive_search_of_twelve_units(problem, data):
     check(problem, data)

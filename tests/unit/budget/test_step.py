@@ -68,6 +68,7 @@ def tensors(x_grad, shift_grad):
     return x, torch.randn(64, WIDTH, requires_grad=shift_grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("x_grad, shift_grad", [(False, True), (True, True)])
 @pytest.mark.parametrize("kind", ["chain", "couplings", "frozen", "network"])
 def test_gradients_of_the_input_and_of_keywords_count(kind, x_grad, shift_grad):
@@ -88,6 +89,7 @@ def test_gradients_of_the_input_and_of_keywords_count(kind, x_grad, shift_grad):
         assert take(model, inputs, shift=shift) <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arithmetic", ["float", "fixed"])
 def test_a_step_that_checks_for_drift_stays_within_the_budget(arithmetic):
     """The first step does, and one in a hundred after it."""

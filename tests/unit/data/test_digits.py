@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from redivider.data import load
 
 
+@pytest.mark.slow
 def test_pixels_and_labels_are_those_of_the_package():
     from sklearn.datasets import load_digits  # only here: the import takes seconds
 

@@ -97,9 +97,9 @@ def run_onnx(path, *tensors):
 
 # The exporter of torch warns of its own calls.
 exports_onnx = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+# A Rev-ViT has the patches of Swin, the layers of a GPT, and the class token of MViT.
 SHALLOW: dict[str, dict[str, Any]] = {
     "revnet18": {"depths": (1, 1)},
-    "rev_vit_tiny": {"depth": 1},
     "rev_swin_tiny": {"depths": (1, 1)},
     "rev_mvit_base": {"depths": (1, 1)},
     "rev_gpt_nano": {"depth": 1},
@@ -109,7 +109,6 @@ SHALLOW: dict[str, dict[str, Any]] = {
 # Networks that run code which none of those on the grid runs.
 OTHERS = {
     "revnet18": "resnet18",
-    "rev_vit_tiny": "vit_tiny",
     "rev_mvit_base": "mvit_base",
     "rev_gpt_nano": "rev_gpt_nano",  # couplings in floats
     "rev_roberta_base": "roberta_base",

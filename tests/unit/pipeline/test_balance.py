@@ -101,6 +101,7 @@ def test_it_is_the_most_even_cut_within_the_limit(stages):
     assert rd.balance(units, stages, example=x, memory="1GiB") == free
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("latency", [0.5, 1, 2])
 @pytest.mark.parametrize("method", ["petra", "dsp", "delayed", "exact-inverse"])
 def test_activations_and_messages_are_those_of_the_pipeline(method, latency):
@@ -121,6 +122,7 @@ def test_activations_and_messages_are_those_of_the_pipeline(method, latency):
             assert held <= predicted <= 1.5 * held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [*METHODS])
 def test_a_pipeline_takes_no_more_than_its_stages(method):
     """All stages in one process, together: what is allocated while they train."""

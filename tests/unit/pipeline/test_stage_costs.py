@@ -8,6 +8,7 @@ import redivider as rd
 from redivider.pipeline.simulate import ASYNCHRONOUS as METHODS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "latency"),
     [

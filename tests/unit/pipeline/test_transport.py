@@ -22,6 +22,7 @@ def spreads(stages: int):
             yield [range(*pair) for pair in pairwise([0, *ends, stages])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("latency", [1, 2, 3])
 @pytest.mark.parametrize("stages", range(2, 7))
 def test_the_batches_of_neighbours_mirror_each_other(stages, latency):

@@ -84,6 +84,7 @@ def test_files_that_hold_no_recipe(tmp_path):
         read_recipe(tmp_path / "none.json")
 
 
+@pytest.mark.slow
 def test_every_field_can_be_set_on_the_command_line():
     before = recipe(model_options={"width": 4})
     for words, changed in (
