@@ -59,7 +59,7 @@ def row_length(shape: torch.Size) -> int:
     least = -(-ROW // length)  # samples
     if num <= least:
         return max(1, num * length)
-    return length * next((some for some in range(least, 8 * least) if num % some == 0), 1)
+    return length * next((count for count in range(least, 8 * least) if num % count == 0), 1)
 
 
 def num_exact(length: int) -> int:

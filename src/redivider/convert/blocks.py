@@ -1,4 +1,4 @@
-"""Where the blocks of a network are."""
+"""Search for the blocks of a network."""
 
 from collections.abc import Iterator
 from operator import attrgetter

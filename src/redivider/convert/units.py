@@ -140,7 +140,7 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """What a block adds to its input."""
+    """Residual branch of a block, without the sum."""
 
     def __init__(self, unit: Block) -> None:
         super().__init__()
