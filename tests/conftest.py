@@ -24,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(int(os.environ.get("REDIVIDER_THREADS", "1")))
     settings.register_profile("redivider", max_examples=25, deadline=None, derandomize=True)
     settings.load_profile("redivider")
+    gc.disable()  # while files are imported: nothing of what they leave is garbage
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -35,7 +36,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     """Exclude all that was imported from garbage collection: a million objects each time."""
-    gc.collect()
+    gc.enable()
     gc.freeze()
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import redivider as rd
-from redivider.backward.auto import timer
+from redivider.backward.stopwatch import timer
 from redivider.budget.plan import measure_step
 from redivider.budget.solve import Option, Peak, Problem, find_least, solve, trace
 

@@ -109,6 +109,11 @@ def has_grad_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+def has_saved_tensors_hooks() -> bool:
+    """Return whether hooks see the tensors that graphs save, as those of torch's checkpoint do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def default_store() -> Any:
     """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()

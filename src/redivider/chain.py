@@ -47,8 +47,8 @@ class Chain(nn.Module):
             junction, "reverse-checkpoint" nothing of a coupling and the input of a junction,
             "compress" the same in 2 bits a value, with approximate gradients.
             "save" is "reverse-checkpoint", and "offload-save" is "offload", but attention and what
-            `rd.save` marks are kept and not run again. "trim", for compiled units, keeps results of
-            products, too.
+            `rd.save` marks are kept as well, and not run again. "trim", for compiled units, keeps
+            results of products, too.
             "overlap" is "reverse", and "checkpoint-overlap" is "checkpoint", with the recomputation
             of a unit beside the backward of the next one on a GPU. "auto" times "reverse" and
             "overlap" on a GPU, and keeps the faster one. A list has one of these names, but "auto",
@@ -227,11 +227,6 @@ class Chain(nn.Module):
         """Raise faults and warn of drift that the device has reported for earlier steps."""
         self._mailbox.poll()
 
-    def settle(self, times: dict[str, float]) -> None:
-        """Let "auto" choose by these times of a step, in milliseconds by strategy."""
-        if self._auto is not None:
-            self._auto.settle(times)
-
     def _strategies(self) -> list[Strategy]:
         backward = self.backward if torch.is_grad_enabled() else "store"
         return resolve_strategies(backward, len(self))
@@ -258,16 +253,13 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
     for observe in _observers:
         observe(chain)
     chain._mailbox.poll()
-    strategies, trial = chain._strategies(), None
     exact, drift_tolerance = chain.arithmetic.exact, chain._count_step()
+    keepings = begin_pass(chain._strategies(), chain, x)
+    auto = None
     if chain.backward == "auto" and torch.is_grad_enabled():
         from redivider.backward.auto import Auto  # few chains need it
 
-        chain._auto = chain._auto or Auto()
-        trial = chain._auto.trial(x, chain.training)
-        choice = trial.pick()
-        strategies = resolve_strategies(choice, len(chain))
-    keepings = begin_pass(strategies, chain, x)
+        auto = chain._auto = chain._auto or Auto()
     hint = ""
     for in_row, units in chain.segments():
         own, keepings = keepings[: len(units)], keepings[len(units) :]
@@ -276,6 +268,9 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
             names = [name for name, _ in units]
             with naming(names[0]):
                 x = prepare_streams(x)
+                if auto is not None:
+                    sides = [taken(unit, side) for _, unit in units]
+                    own = auto.begin_row(units, x, sides, chain.arithmetic)
                 if exact or any(keeping.keep != "graph" or keeping.run for keeping in own):
                     row = Row(names, own, chain.arithmetic, chain._mailbox)
                     x = row.enter(x, drift_tolerance=drift_tolerance)
@@ -296,8 +291,6 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
                 row.verify_complete()
         if in_row:
             hint = ", which was given a pair of streams: rd.Fuse makes one tensor of it"
-    if trial is not None:
-        trial.time_backward(choice, x)
     return x
 
 

@@ -137,6 +137,13 @@ def test_hooks_of_gradients(register):
     assert private.has_grad_hooks(parameter)
 
 
+def test_hooks_of_saved_tensors():
+    assert not private.has_saved_tensors_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert private.has_saved_tensors_hooks()
+    assert not private.has_saved_tensors_hooks()
+
+
 def test_stores_and_backends(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

@@ -1,136 +1,94 @@
-"""`backward="auto"`: time "reverse" and "overlap" in the first steps, and keep the faster one.
+"""`backward="auto"`: the faster one of "reverse" and "overlap", timed once for every row and shape.
 
-The two strategies alternate from step to step, because a GPU's clock changes over time. CUDA events
-time every backward, and the host reads them once they have arrived, so nothing waits. Every input
-shape has a trial of its own. On the CPU the choice is "reverse". A capture (gpu/capture.py) times
-whole steps of both strategies itself.
+When a row of couplings first sees inputs of a shape, its first couplings run forward and backward
+a few times by both strategies. This leaves no trace: gradients are dropped, buffers and random
+state are restored. Before a capture (gpu/capture.py) the host runs ahead of the device in these
+runs, because a captured step does not wait for it. On the CPU the choice is "reverse".
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from math import inf, isinf
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from math import inf
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from redivider._torch_private import after_backward
+from redivider._torch_private import has_saved_tensors_hooks
+from redivider.arithmetic import Arithmetic
+from redivider.backward.mailbox import Mailbox
+from redivider.backward.row import Row
+from redivider.backward.stopwatch import Stopwatch
+from redivider.backward.strategy import Keeping, begin_pass, resolve_strategy
+from redivider.coupling import Coupling, Streams
+from redivider.replay.call import is_sharded, unhooked_graph
+from redivider.replay.restore import restored_state
 from redivider.tree import tensors_of
 
 logger = logging.getLogger("redivider.auto")  # a documented name, not that of this module
 
 CANDIDATES = ("reverse", "overlap")
-ROUNDS = 4  # steps of every strategy, of which the first warms up
 MAX_RATIO = 0.99  # of the times: overlap must gain something for the memory that it takes
-NUM_TURNS, NUM_STEPS = 5, 3  # for captured steps: turns of every strategy, steps in a turn
+NUM_COUPLINGS = 6  # of a row that are timed
+NUM_WARM, NUM_TIMED = 2, 5  # runs by every strategy
 
 
 class Auto:
-    """Choices of one chain, by the shape of its input."""
+    """Choices of one chain, by row and by the shape of its streams."""
 
     def __init__(self) -> None:
-        self._trials: dict[Any, Trial] = {}
+        self.choices: dict[Any, str] = {}
 
     def __reduce__(self) -> Any:  # a copy of a chain may be for another device
         return Auto, ()
 
-    def settle(self, times: dict[str, float]) -> None:
-        """Choose for the shapes that ran under `forcing`, by times measured elsewhere."""
-        for trial in self._trials.values():
-            if trial.was_forced:
-                trial.settle(times, tight=isinf(times["overlap"]))
-                trial.was_forced = False
+    def begin_row(
+        self,
+        units: Sequence[tuple[str, nn.Module]],
+        streams: Streams,
+        sides: Sequence[dict[str, Any]],
+        arithmetic: Arithmetic,
+    ) -> list[Keeping]:
+        """Return what the couplings of a row keep in a pass on these streams.
 
-    def trial(self, x: Any, is_training: bool) -> "Trial":
-        """Return the trial for inputs like this one."""
-        tensors = tensors_of(x)
-        autocast = tuple(torch.is_autocast_enabled(t.device.type) for t in tensors[:1])
-        key = (is_training, autocast, *((t.shape, t.dtype, t.device) for t in tensors))
-        if key not in self._trials:
-            on_gpu = any(t.is_cuda for t in tensors)
-            shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-            self._trials[key] = Trial(shapes) if on_gpu else Trial(shapes, choice="reverse")
-        return self._trials[key]
+        Args:
+            units: Names and couplings of the row.
+            streams: Its input.
+            sides: Keywords of every coupling.
+            arithmetic: Arithmetic that adds the residuals.
+        """
+        couplings: list[Any] = [unit for _, unit in units]
+        choice, name = "reverse", units[0][0]
+        if _may_overlap(couplings, streams):
+            key = name, couplings[0].training, _describe(streams, sides)
+            if key not in self.choices and not _is_capturing():
+                times = time_row(couplings, streams, sides, arithmetic)
+                self.choices[key] = faster(times)
+                logger.info(
+                    "backward='auto' takes %r from %s on, for streams of %s: overlap %.2f ms, "
+                    "reverse %.2f ms",
+                    *(self.choices[key], name, tuple(streams[0].shape)),
+                    *(1000 * times[strategy] for strategy in ("overlap", "reverse")),
+                )
+            choice = self.choices.get(key, choice)
+        return begin_pass([resolve_strategy(choice)] * len(units), couplings, streams)
 
 
-class Trial:
-    """Choice of a strategy for one input shape."""
+@contextmanager
+def before_capture() -> Iterator[None]:
+    """Choose for captured steps inside, in which the device does not wait for the host."""
+    global _is_before_capture
+    before, _is_before_capture = _is_before_capture, True
+    try:
+        yield
+    finally:
+        _is_before_capture = before
 
-    def __init__(self, shapes: str, choice: str | None = None) -> None:
-        self.choice = choice
-        self.was_forced = False
-        self._shapes = shapes
-        self._running = 0  # backward passes of this chain inside one call of backward()
-        self._is_alone = True
-        self._retries = {strategy: 0 for strategy in CANDIDATES}
-        self._timed: dict[str, list[tuple[Any, Any]]] = {strategy: [] for strategy in CANDIDATES}
 
-    def pick(self) -> str:
-        """Return the strategy for the step that begins now."""
-        strategy = forced()
-        if strategy is not None:
-            self.was_forced = True
-            return strategy
-        capturing = self.choice is None and torch.cuda.is_current_stream_capturing()
-        if self.choice is None and not capturing:
-            self._decide()
-        if self.choice is not None or capturing:
-            return self.choice or "reverse"
-        return min(CANDIDATES, key=lambda strategy: len(self._timed[strategy]))
-
-    def time_backward(self, strategy: str, y: Any) -> None:
-        """Time the backward of this output, from its first gradient to its end."""
-        roots = [tensor for tensor in tensors_of(y) if tensor.requires_grad]
-        if self.choice is not None or forced() is not None or not roots:
-            return
-        if len(self._timed[strategy]) >= ROUNDS:
-            return
-        if not torch.cuda.is_current_stream_capturing():
-            roots[0].register_hook(partial(self._start, strategy))  # type: ignore[no-untyped-call]
-
-    def _start(self, strategy: str, grad: Tensor) -> None:
-        start, end = timer(), timer()
-        start.record()
-        retries = _num_retries()
-        self._running += 1
-        self._is_alone = self._running == 1  # two passes in one backward cannot be timed apart
-
-        def finish() -> None:
-            end.record()
-            self._running -= 1
-            if self._is_alone:
-                self._timed[strategy].append((start, end))
-                self._retries[strategy] += _num_retries() - retries
-
-        after_backward(finish)
-
-    def _decide(self) -> None:
-        """Choose, once every strategy has been timed and its times have arrived."""
-        if any(len(spans) < ROUNDS for spans in self._timed.values()):
-            return
-        timed = {strategy: spans[1:ROUNDS] for strategy, spans in self._timed.items()}
-        if not all(end.query() for spans in timed.values() for _, end in spans):
-            return
-        times = {
-            strategy: median(start.elapsed_time(end) for start, end in spans)
-            for strategy, spans in timed.items()
-        }
-        self.settle(times, tight=self._retries["overlap"] > 0)
-
-    def settle(self, times: dict[str, float], *, tight: bool) -> None:
-        """Choose by milliseconds and log the choice; `tight` memory rules out "overlap"."""
-        self.choice = "reverse" if tight else faster(times)
-        logger.info(
-            "backward='auto' takes %r for inputs of %s: overlap %.2f ms, reverse %.2f ms%s",
-            self.choice,
-            self._shapes,
-            times["overlap"],
-            times["reverse"],
-            ", memory is short" if tight else "",
-        )
+_is_before_capture = False
 
 
 def faster(times: dict[str, float]) -> str:
@@ -138,46 +96,80 @@ def faster(times: dict[str, float]) -> str:
     return "overlap" if times["overlap"] <= MAX_RATIO * times["reverse"] else "reverse"
 
 
-def time_strategies(
-    run: Callable[[str], Any], prepare: Callable[[str], Callable[[], Any]]
+def time_row(
+    couplings: Sequence[Coupling],
+    streams: Streams,
+    sides: Sequence[dict[str, Any]],
+    arithmetic: Arithmetic,
 ) -> dict[str, float]:
-    """Return milliseconds of a step by strategy; infinity for one that does not fit in memory.
+    """Return seconds of forward and backward of the first couplings of a row, by strategy.
 
-    Args:
-        run: Runs one step with a strategy. All strategies run before any of them is prepared,
-            because a prepared step may hold memory.
-        prepare: Returns a step with a strategy, to be called many times.
+    Where memory is too short for "overlap", its time is infinite.
     """
-    done = _as_memory_allows(CANDIDATES, run)
-    steps = _as_memory_allows(tuple(done), prepare)
-    spans: dict[str, list[Any]] = {strategy: [] for strategy in steps}
-    for _ in range(NUM_TURNS):
-        for strategy, step in steps.items():
-            step()  # not timed: it warms up, as the other strategy ran last
-            start, end = timer(), timer()
-            start.record()
-            for _ in range(NUM_STEPS):
-                step()
-            end.record()
-            spans[strategy].append((start, end))
-    end.synchronize()  # the last event
-    times = {
-        strategy: median(start.elapsed_time(end) / NUM_STEPS for start, end in pairs)
-        for strategy, pairs in spans.items()
-    }
+    couplings = couplings[:NUM_COUPLINGS]
+    device = streams[0].device
+    weights = [p for coupling in couplings for p in coupling.parameters() if p.requires_grad]
+
+    def run(strategy: str) -> None:
+        keepings = begin_pass([resolve_strategy(strategy)] * len(couplings), couplings, streams)
+        row = Row(["coupling"] * len(couplings), keepings, arithmetic, Mailbox())
+        a, b = (tensor.detach().requires_grad_() for tensor in streams)
+        wanted: list[Any] = [get_gradient_edge(a), get_gradient_edge(b), *weights]
+        a, b = row.enter((a, b), drift_tolerance=None)
+        for coupling, side in zip(couplings, sides, strict=False):
+            a, b = row.couple(coupling, a, b, side)
+        grads = torch.ones_like(a), torch.ones_like(b)
+        torch.autograd.grad((a, b), wanted, grads, allow_unused=True)
+
+    def make_watch() -> Stopwatch:
+        return Stopwatch(run, on_gpu=device.type == "cuda", ahead=_is_before_capture)
+
+    watches = {strategy: make_watch() for strategy in CANDIDATES}
+    # The hooks of torch's checkpoint around the chain must not see these graphs.
+    hooks = unhooked_graph() if has_saved_tensors_hooks() else nullcontext()
+    with restored_state(nn.ModuleList(couplings), [device]), hooks, torch.enable_grad():
+        for _ in range(NUM_WARM + NUM_TIMED):  # in turns: the clock of a GPU changes over time
+            for strategy in CANDIDATES:
+                if strategy in watches and not _fits(watches[strategy], strategy):
+                    del watches[strategy]
+    times = {strategy: median(watch.seconds[NUM_WARM:]) for strategy, watch in watches.items()}
     return dict.fromkeys(CANDIDATES, inf) | times
 
 
-def _as_memory_allows(strategies: Sequence[str], call: Callable[[str], Any]) -> dict[str, Any]:
-    """Call a function for every strategy and omit those that run out of memory, but the first."""
-    results: dict[str, Any] = {}
-    for strategy in strategies:
-        try:
-            results[strategy] = call(strategy)
-        except RuntimeError as error:
-            if not results or not is_short_of_memory(error):
-                raise
-    return results
+def _fits(watch: Stopwatch, strategy: str) -> bool:
+    """Time a run; return whether memory is large enough for it, at least of "reverse"."""
+    before = _num_retries()
+    try:
+        watch(strategy)
+    except RuntimeError as error:
+        if strategy == "reverse" or not is_short_of_memory(error):
+            raise
+        return False
+    return strategy == "reverse" or _num_retries() == before
+
+
+def _describe(streams: Streams, sides: Sequence[dict[str, Any]]) -> Any:
+    """Return a key for runs that take the same time."""
+    kind = streams[0].device.type
+    autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    tensors = tensors_of((streams, list(sides)))
+    return _is_before_capture, autocast, *((t.shape, t.dtype, t.device) for t in tensors)
+
+
+def _may_overlap(couplings: Sequence[nn.Module], streams: Streams) -> bool:
+    """Return whether a row could overlap: on a GPU, with all weights in its memory."""
+    modules = (module for coupling in couplings for module in coupling.modules())
+    return streams[0].is_cuda and len(couplings) > 1 and not is_sharded(modules)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _num_retries() -> int:
+    """Return how often the allocator had to free its cache to satisfy a request."""
+    retries: int = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    return retries
 
 
 def is_short_of_memory(error: RuntimeError) -> bool:
@@ -188,32 +180,3 @@ def is_short_of_memory(error: RuntimeError) -> bool:
     """
     words = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
-
-
-_forced: list[str] = []
-
-
-def forced() -> str | None:
-    """Return the strategy that chains with "auto" must use now, if any."""
-    return _forced[-1] if _forced else None
-
-
-@contextmanager
-def forcing(strategy: str) -> Iterator[None]:
-    """Make all chains with "auto" use one strategy: a capture times both itself."""
-    _forced.append(strategy)
-    try:
-        yield
-    finally:
-        _forced.pop()
-
-
-def timer() -> torch.cuda.Event:
-    """Return a CUDA event that records its time."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _num_retries() -> int:
-    """Return how often the allocator had to free its cache to satisfy a request."""
-    retries: int = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    return retries

@@ -1,4 +1,4 @@
-"""Checkpoints in host memory: inputs of units wait there between forward and backward.
+"""Checkpoints in host memory: what units keep waits there between forward and backward.
 
 Copies run on a CUDA stream of their own (the side lane), beside the units:
 
@@ -7,7 +7,8 @@ Copies run on a CUDA stream of their own (the side lane), beside the units:
     backward   main    B(3)    B(2)     B(1)     B(0)
                side    in(1)   in(0)                                 and back, one unit ahead
 
-The inputs of the last NUM_LEAVING units stay on the device, too: the backward needs them first.
+A unit keeps its inputs, and the outputs of operations that it saves (saving.py). Those of the last
+NUM_LEAVING units stay on the device, too: the backward needs them first.
 Where copies are slower than units, a unit waits until all but that many have left, so that memory
 stays small.
 
@@ -29,34 +30,34 @@ from redivider.errors import ChangedError
 from redivider.replay import Call
 from redivider.replay.call import GraphRun
 
-NUM_LEAVING = 2  # units whose inputs may be on their way to the host
+NUM_LEAVING = 2  # units whose tensors may be on their way to the host
 
 
 class Waiting:
-    """Inputs of one unit: on the host, on the device, or on their way.
+    """Tensors that one unit keeps: on the host, on the device, or on their way.
 
     Args:
-        inputs: The inputs on the device.
+        tensors: The tensors on the device.
         host: Copies on the host.
         copied: Event after the copies.
-        before: Inputs of the unit before.
+        before: Tensors of the unit before.
     """
 
     def __init__(
         self,
-        inputs: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         host: list[Tensor],
         copied: Any,
         before: "Waiting | None",
     ) -> None:
         self.copied, self.before = copied, before
         self.host: list[Tensor] | None = host
-        self.device: list[Tensor] | None = [tensor.detach() for tensor in inputs]
-        # The caller may write to the inputs as long as they are not copies.
+        self.device: list[Tensor] | None = [tensor.detach() for tensor in tensors]
+        # The caller may write to them as long as they are not copies.
         self._versions = [tensor._version for tensor in self.device]
 
     def verify_unchanged(self) -> None:
-        """Verify that inputs that never left are as they were."""
+        """Verify that tensors that never left are as they were."""
         if self.device is None or not self._versions:
             return
         if [tensor._version for tensor in self.device] != self._versions:
@@ -65,7 +66,7 @@ class Waiting:
             )
 
     def bring(self, device: torch.device) -> None:
-        """Copy the inputs to the device."""
+        """Copy the tensors to the device."""
         if self.host is None:
             raise RuntimeError(
                 "its input was released by a backward before; that one needs retain_graph=True"
@@ -78,13 +79,13 @@ class Waiting:
 
 
 class Offload:
-    """Inputs that wait on the host, of one forward pass and its backward.
+    """Tensors that wait on the host, of one forward pass and its backward.
 
     Args:
         device: Device of the units.
     """
 
-    # By device and CUDA stream: inputs of the last units of all chains, which are still there.
+    # By device and CUDA stream: tensors of the last units of all chains, which are still there.
     _leaving_by_stream: ClassVar[dict[Any, deque["ref[Waiting]"]]] = {}
 
     def __init__(self, device: torch.device) -> None:
@@ -92,7 +93,7 @@ class Offload:
         self._lanes = self._make_lanes()
         self._leaving = self._get_leaving()
         self._last: ref[Waiting] | None = None
-        self._ahead: Waiting | None = None  # in the backward: inputs that have come back too early
+        self._ahead: Waiting | None = None  # in the backward: tensors that have come back too early
 
     def takes(self, tensor: Tensor) -> bool:
         """Return whether a tensor can wait on the host."""
@@ -100,7 +101,7 @@ class Offload:
         return is_plain and tensor.device == self._device
 
     def push(self, tensors: Sequence[Tensor]) -> Waiting:
-        """Send the inputs of the next unit to the host."""
+        """Send the tensors of the next unit to the host."""
         lanes = self._lanes
         lanes.wait(SIDE, lanes.mark(MAIN))
         with lanes.on(SIDE):
@@ -117,12 +118,12 @@ class Offload:
         return waiting
 
     def fetch(self, waiting: Waiting) -> list[Tensor]:
-        """Return inputs on the device, and begin to bring back those of the unit before."""
+        """Return tensors on the device, and begin to bring back those of the unit before."""
         waiting.verify_unchanged()
         if waiting.device is None:
             self._bring(waiting)
         self._lanes.wait(MAIN, waiting.copied)
-        inputs, waiting.device = waiting.device, None
+        tensors, waiting.device = waiting.device, None
         if not backward_keeps_graph():
             waiting.host = None
         before, self._ahead = waiting.before, None
@@ -130,8 +131,8 @@ class Offload:
             self._bring(before)
             self._ahead = before
             after_backward(self._end)
-        assert inputs is not None
-        return inputs
+        assert tensors is not None
+        return tensors
 
     def _bring(self, waiting: Waiting) -> None:
         lanes = self._lanes
@@ -161,7 +162,7 @@ class Offload:
 
 
 class _KeptOnHost(KeptInput):
-    """State of a module whose inputs wait on the host."""
+    """State of a module whose inputs, and outputs of saved operations, wait on the host."""
 
     def __init__(
         self, offload: Offload, name: str, call: Call, *, with_graph: bool, num_inputs: int
@@ -174,8 +175,9 @@ class _KeptOnHost(KeptInput):
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         outputs, saved = super().forward(tensors)
         if any(tensor.requires_grad for tensor in tensors):  # else there is no backward
-            inputs = enumerate(saved[: self._num_inputs])
-            self._places = [place for place, tensor in inputs if self._offload.takes(tensor)]
+            # Between the two are other arguments, which units may share, and weights.
+            places = [*range(self._num_inputs), *range(len(tensors), len(saved))]
+            self._places = [place for place in places if self._offload.takes(saved[place])]
         if self._places:
             self._waiting = self._offload.push([saved[place] for place in self._places])
         left = set(self._places)

@@ -10,7 +10,8 @@
     "overlap"              nothing       graph         4, one of them beside the others
     "checkpoint-overlap"   input         input         4, one of them beside the others
     "save"                 nothing       input         4, less the operations that are saved
-    "offload-save"         input, in host memory       the same, and copies beside them
+    "offload-save"         input and what is saved,    the same, and copies beside them
+                           in host memory
     "trim"                 input, results of products  3, and pointwise work
     "auto"                 nothing       graph         "reverse" or "overlap", whichever is faster
 

@@ -23,6 +23,7 @@ from redivider.backward.node import keep_input
 from redivider.backward.offload import NUM_LEAVING
 from redivider.backward.row import Row, prepare_streams
 from redivider.backward.saving import Saving
+from redivider.backward.stopwatch import Stopwatch
 from redivider.backward.strategy import begin_pass, resolve_strategy
 from redivider.budget.kind import describe, kind_of_module
 from redivider.budget.meter import Meter, counting, gpu_of, size_of
@@ -32,7 +33,6 @@ from redivider.checks.flops import counting_flops
 from redivider.checks.restore import restored
 from redivider.coupling import Coupling
 from redivider.errors import UnitError, naming
-from redivider.gpu.stopwatch import Stopwatch
 from redivider.replay import Call
 from redivider.tree import map_tensors, tensors_of
 
@@ -41,6 +41,7 @@ NUM_WARM = 2  # runs before them
 NUM_IN_ROW = 3  # equal couplings in a row that is timed
 REVERSED = ("reverse", "overlap", "save")
 ON_GPU = ("offload", "overlap")
+ON_HOST = ("offload", "offload-save")
 # Choices for junctions, couplings, and blocks of `rd.make_reversible`; `_inside` has more.
 JUNCTION = ("store", "checkpoint", "offload")
 COUPLING = (*JUNCTION, "reverse", "overlap")
@@ -304,13 +305,9 @@ def _use_by(
     part: Part, choice: str, x: Any, needs: bool, device: torch.device | None
 ) -> tuple[Usage, Usage | None]:
     """Return the usage of a choice, and for a reversed coupling that below the top of its run."""
-    usage = _use([part], "checkpoint" if choice == "offload" else choice, x, needs, device)
-    if choice in ("offload", "offload-save"):
-        # Alone, its input would not leave the device. In a chain the inputs of a few others are on
-        # their way to the host, or back.
-        moving = NUM_LEAVING * size_of(x)
-        forward, backward = usage.forward + moving, usage.backward + moving + size_of(x)
-        usage = replace(usage, keeps=(), forward=forward, backward=backward)
+    if choice in ON_HOST:
+        return _use_on_host(part, choice, x, needs, device), None
+    usage = _use([part], choice, x, needs, device)
     if choice not in REVERSED or not _is_reversed(part, choice, x):
         return usage, None
     # The lowest coupling of a run need not rebuild its input, so it takes three to have one inside.
@@ -321,6 +318,29 @@ def _use_by(
     # Below the top there are two, and the lower one needs no more than the other.
     below = replace(run, held=held, backward=run.inside - 2 * held)
     return replace(usage, backward=run.backward), below
+
+
+def _use_on_host(
+    part: Part, choice: str, x: Any, needs: bool, device: torch.device | None
+) -> Usage:
+    """Return the usage of a unit in a chain of others whose tensors wait on the host.
+
+    Alone, its tensors would not leave the device. In a chain, those of a few others are on their
+    way to the host, or back.
+    """
+    usage = _use([part], "checkpoint", x, needs, device)
+    saved = 0
+    if choice == "offload-save":
+        inputs_alone, usage = usage.held, _use([part], choice, x, needs, device)
+        saved = usage.held - inputs_alone
+    leaving = size_of(x) + saved
+    return replace(
+        usage,
+        keeps=(),
+        held=usage.held - saved,
+        forward=usage.forward + saved + NUM_LEAVING * leaving,
+        backward=usage.backward + (NUM_LEAVING + 1) * leaving,
+    )
 
 
 def _inside(

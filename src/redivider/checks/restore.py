@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
 
-import torch
 from torch import nn
 
 from redivider.chain import Chain
+from redivider.replay.restore import restored_state
 
 
 @contextmanager
@@ -19,11 +19,6 @@ def restored(module: nn.Module, *, checks_drift: bool = False) -> Iterator[None]
         checks_drift: Whether every step inside checks for drift, if some do outside; otherwise
             none does. Only a chain on a grid may warn of it.
     """
-    # A run may create a buffer, or replace one by another tensor.
-    buffers = [(child, dict(child._buffers)) for child in module.modules()]
-    values = {buffer: buffer.clone() for buffer in module.buffers()}
-    devices = {parameter.device for parameter in module.parameters()}
-    devices = {device for device in devices if device.type not in ("cpu", "meta")}
     chains = [
         (child, (child.check_every, child.drift_tolerance, child._num_steps))
         for child in module.modules()
@@ -32,20 +27,12 @@ def restored(module: nn.Module, *, checks_drift: bool = False) -> Iterator[None]
     for chain, (check_every, _, _) in chains:
         chain.check_every = int(checks_drift and check_every > 0)
         chain.drift_tolerance = inf
-    with torch.random.fork_rng(devices):
-        try:
+    try:
+        with restored_state(module, {parameter.device for parameter in module.parameters()}):
             yield
-        finally:
-            for chain, values_of_chain in chains:
-                chain.check_every, chain.drift_tolerance, chain._num_steps = values_of_chain
-            for child, originals in buffers:
-                child._buffers.clear()
-                child._buffers.update(originals)
-            with torch.no_grad():
-                for buffer, value in values.items():
-                    if buffer.is_meta or torch.equal(buffer, value):
-                        continue  # a write would raise its version, and count as a change
-                    buffer.copy_(value)
+    finally:
+        for chain, values in chains:
+            chain.check_every, chain.drift_tolerance, chain._num_steps = values
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from redivider.backward.auto import faster, forcing, time_strategies
+from redivider.backward.auto import before_capture
 from redivider.chain import observing
 from redivider.errors import CaptureError
 from redivider.gpu.cuda_graph import capturing
@@ -98,13 +98,11 @@ class Captured:
             _own_stream(self._device),
             observing(rollback.add_chain),
             rollback.watching_optimizers(),
+            before_capture(),
         ):
             try:
-                with forcing("reverse"):
-                    self._warm_up(rollback)
-                strategy = self._fastest(rollback) if rollback.has_auto else "reverse"
-                with forcing(strategy):
-                    self._capture()
+                self._warm_up(rollback)
+                self._capture()
                 self._gradients = {param: param.grad for param in rollback.parameters}
                 done = True
             finally:
@@ -132,10 +130,10 @@ class Captured:
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
-    def _capture(self, pool: Any = None) -> None:
+    def _capture(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
         gc.collect()  # frees the memory of graphs that are no longer used
-        with capturing(self._graph, torch.cuda.current_stream(), pool):
+        with capturing(self._graph, torch.cuda.current_stream()):
             with _refused("failed while it was captured"):
                 output = self._run(waits="default")
         for leaf in tree_leaves(output):
@@ -146,29 +144,6 @@ class Captured:
                     "tensors on the GPU"
                 )
         self._output = map_tensors(Tensor.detach, output)
-
-    def _fastest(self, rollback: Rollback) -> str:
-        """Capture the step with every strategy of "auto", and return the faster one."""
-        graphs: list[torch.cuda.CUDAGraph] = []
-
-        def run(strategy: str) -> None:
-            with forcing(strategy):
-                self._run(waits="default")
-
-        def prepare(strategy: str) -> Callable[[], None]:
-            with forcing(strategy):
-                # All graphs may share memory: no step reads what another has left there.
-                self._capture(pool=graphs[0].pool() if graphs else None)
-            graphs.append(self._graph)
-            return self._graph.replay
-
-        times = time_strategies(run, prepare)
-        for graph in graphs:
-            graph.reset()
-        del self._output
-        for chain in rollback.chains:
-            chain.settle(times)
-        return faster(times)
 
     def _attach_gradients(self) -> None:
         """Move gradients to the memory that the graph uses, with their current values."""

@@ -34,11 +34,6 @@ class Rollback:
         self._random = torch.get_rng_state(), torch.cuda.get_rng_state(device)
 
     @property
-    def has_auto(self) -> bool:
-        """True if a chain lets the capture choose its strategy."""
-        return any(chain.backward == "auto" for chain in self.chains)
-
-    @property
     def parameters(self) -> list[Tensor]:
         """Weights of the chains and optimizers that the step has used."""
         return list(self._grads)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from redivider.backward.stopwatch import Stopwatch
 from redivider.chain import Chain, taken
 from redivider.checks.memory import format_bytes, measure_memory
 from redivider.checks.restore import restored
-from redivider.gpu.stopwatch import Stopwatch
 from redivider.pipeline.diagnostics.memory import count_bytes, holdings, sum_of_means
 from redivider.pipeline.partition import units_of
 from redivider.pipeline.pipeline import Pipeline

@@ -101,8 +101,7 @@ class Call:
         with_graph = with_graph or self.first is not self.module
         if with_graph or not (self.is_compiled or self.module in _verified):
             needs = [tensor.requires_grad for tensor in tensors]
-            # The graph is temporary, so the caller's hooks on saved tensors must not see it.
-            with saved_tensors_hooks(_keep, _keep):
+            with unhooked_graph():
                 run, record = self.only_run(tensors, needs, record=record)
             for leaf in run.leaves:
                 if leaf.requires_grad:
@@ -270,6 +269,11 @@ def _refuse_gradient(name: str, grad: Tensor) -> None:
     )
 
 
+def unhooked_graph() -> saved_tensors_hooks:
+    """Build a temporary graph inside, which the caller's hooks on saved tensors must not see."""
+    return saved_tensors_hooks(_keep, _keep)
+
+
 def _keep(tensor: Tensor) -> Tensor:
     return tensor.detach()  # a saved output would otherwise keep its own graph alive
 
@@ -299,15 +303,21 @@ def _verify_unwritten(tensors: Sequence[Tensor], versions: Sequence[int]) -> Non
 
 
 def _verify_unsharded(modules: Sequence[nn.Module]) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
     # A module that is run by its forward alone has no hooks, and its caller has gathered weights.
-    inner = [module for module in modules if module is not getattr(modules[0], "wrapped", None)]
-    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in inner):
+    if is_sharded(
+        module for module in modules if module is not getattr(modules[0], "wrapped", None)
+    ):
         raise UnitError(
             f"{type(modules[0]).__name__} is wrapped by fully_shard, in whole or in part, which "
             "swaps its parameters while it runs, so their gradients would be lost; shard the whole "
             "unit (the Coupling) or the chain instead"
         )
+
+
+def is_sharded(modules: Iterable[nn.Module]) -> bool:
+    """Return whether `fully_shard` has wrapped one of these modules."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
 
 
 def _verify_leaves(output: Any, leaves: Sequence[Tensor]) -> None:

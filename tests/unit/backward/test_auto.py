@@ -3,199 +3,174 @@
 import copy
 import logging
 import pickle
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from support.networks import vector_chain
+from support.networks import MLP, Attention, vector_chain
 from support.oracle import gradients, weigh, worst_error
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import redivider as rd
 from redivider.backward import auto
-from redivider.backward.auto import ROUNDS, Auto, Trial, faster, forced, forcing, time_strategies
+from redivider.backward.auto import NUM_COUPLINGS, before_capture, faster, time_row
 
 
 class Clock:
-    """Stand-in for a CUDA event: the test sets its time and whether it has arrived."""
+    """Stand-in for a stopwatch, whose seconds a test sets; it runs the function all the same."""
 
-    now = 0.0
-    arrived = True
+    seconds_of = {"reverse": 1.0, "overlap": 1.0}  # noqa: RUF012
+    calls: list[tuple[str, bool]] = []  # noqa: RUF012
 
-    def record(self):
-        self.time = Clock.now
+    def __init__(self, run, *, on_gpu, ahead):
+        self.run, self.ahead, self.seconds = run, ahead, []
 
-    def query(self):
-        return Clock.arrived
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, later):
-        return later.time - self.time
+    def __call__(self, strategy):
+        Clock.calls.append((strategy, self.ahead))
+        self.run(strategy)
+        self.seconds.append(Clock.seconds_of[strategy])
 
 
 @pytest.fixture
-def device(monkeypatch):
-    """Replace the device by one whose backward takes the time that a test sets."""
-    monkeypatch.setattr(auto, "timer", Clock)
-    retries = [0]
-    monkeypatch.setattr(auto, "_num_retries", lambda: retries[0])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return retries
-
-
-def steps(trial, took, number, retries=None):
-    picks = []
-    for _ in range(number):
-        picks.append(trial.pick())
-        x = torch.ones(3, requires_grad=True)
-        y = x * 2
-
-        class Slow(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx, grad, strategy=picks[-1]):
-                Clock.now += took[strategy]
-                if retries is not None and strategy == "overlap":
-                    retries[0] += 1
-                return grad
-
-        y = Slow.apply(y)
-        trial.time_backward(picks[-1], y)
-        y.sum().backward()
-    return picks
+def clock(monkeypatch):
+    """Let "auto" choose on the CPU as on a GPU, by times that the test sets."""
+    monkeypatch.setattr(auto, "_may_overlap", lambda couplings, streams: len(couplings) > 1)
+    monkeypatch.setattr(auto, "Stopwatch", Clock)
+    monkeypatch.setattr(auto, "_num_retries", lambda: 0)
+    monkeypatch.setattr(Clock, "seconds_of", {"reverse": 1.0, "overlap": 0.5})
+    monkeypatch.setattr(Clock, "calls", [])
+    return Clock
 
 
 @pytest.mark.parametrize(
-    ("overlap", "choice"), [(0.9, "overlap"), (1.1, "reverse"), (1, "reverse")]
+    ("overlap", "choice"), [(0.9, "overlap"), (1.1, "reverse"), (1, "reverse"), (0.995, "reverse")]
 )
-def test_both_ways_take_turns_and_the_faster_one_stays(device, caplog, overlap, choice):
+def test_the_faster_one_stays(clock, caplog, overlap, choice):
     caplog.set_level(logging.INFO, "redivider")
-    trial = Trial("(3,)")
-    picks = steps(trial, {"reverse": 1.0, "overlap": overlap}, 2 * ROUNDS)
-    assert picks == ["reverse", "overlap"] * ROUNDS
-    assert steps(trial, {"reverse": 1.0, "overlap": 99.0}, 5) == [choice] * 5
-    assert len(caplog.records) == 1
+    clock.seconds_of["overlap"] = overlap
+    chain = vector_chain(depth=3, backward="auto")
+    for _ in range(3):
+        weigh(chain(torch.randn(5, 6))).backward()
+    assert chain._auto is not None
+    assert [*chain._auto.choices.values()] == [choice]
+    assert len(caplog.records) == 1, "it is timed once"
     message = caplog.records[0].message
-    assert repr(choice) in message and "(3,)" in message and f"{overlap:.2f} ms" in message
+    assert repr(choice) in message and "unit 2" in message and f"{1000 * overlap:.2f} ms" in message
 
 
-def test_it_does_not_wait_for_the_device(device):
-    trial = Trial("(3,)")
-    steps(trial, {"reverse": 1.0, "overlap": 0.5}, 2 * ROUNDS)
-    Clock.arrived = False
-    try:
-        assert steps(trial, {"reverse": 1.0, "overlap": 0.5}, 2) == ["reverse", "reverse"]
-        assert trial.choice is None
-    finally:
-        Clock.arrived = True
-    assert trial.pick() == "overlap"
+def test_every_row_shape_and_flag_has_a_choice_of_its_own(clock):
+    units = [nn.Linear(6, 8), rd.Duplicate(), *couplings(2), rd.Fuse("add")]
+    chain = rd.Chain([*units, rd.Duplicate(), *couplings(3)], backward="auto").double()
+    x = torch.randn(4, 5, 6).double()
+    chain(x)
+    assert chain._auto is not None
+    assert len(chain._auto.choices) == 2
+    chain(x)
+    assert len(chain._auto.choices) == 2
+    chain(x[:2])
+    assert len(chain._auto.choices) == 4
+    with before_capture():
+        chain(x)
+    assert len(chain._auto.choices) == 6
+    chain.eval()(x)
+    assert len(chain._auto.choices) == 8
+    with torch.no_grad():
+        chain(x[:1])
+    assert len(chain._auto.choices) == 8
 
 
-def test_the_faster_one_is_not_taken_where_memory_is_short(device, caplog):
-    caplog.set_level(logging.INFO, "redivider")
-    trial = Trial("(3,)")
-    steps(trial, {"reverse": 1.0, "overlap": 0.5}, 2 * ROUNDS, retries=device)
-    assert trial.pick() == "reverse"
-    assert "memory is short" in caplog.text
-
-
-def test_a_capture_may_force_a_way_and_settle_the_choice(device):
-    trial = Trial("(3,)")
-    with forcing("overlap"):
-        assert [trial.pick() for _ in range(3)] == ["overlap"] * 3
-        with forcing("reverse"):
-            assert trial.pick() == "reverse"
-    assert forced() is None and trial.choice is None
-    trial.settle({"reverse": 2.0, "overlap": 1.0}, tight=False)
-    assert trial.pick() == "overlap"
-
-
-def test_a_clock_that_slows_down_does_not_favour_the_way_that_is_first(device):
+def test_strategies_take_turns_and_the_host_runs_ahead_before_a_capture(clock):
     """Seen on a GPU: 8 % faster just after it was idle, for longer than one strategy was timed."""
-    calls, began = [], Clock.now
-    cycles = {"reverse": 1.0, "overlap": 0.95}
-
-    def ready(strategy):
-        calls.append(strategy)
-
-        def step():
-            Clock.now += cycles[strategy] * (0.92 if Clock.now - began < 11 else 1.0)
-
-        return step
-
-    took = time_strategies(lambda strategy: calls.append(f"run {strategy}"), ready)
-    assert calls == ["run reverse", "run overlap", "reverse", "overlap"], (
-        "a prepared step holds memory"
-    )
-    assert faster(took) == "overlap"
-    assert took["overlap"] == pytest.approx(0.95) and took["reverse"] == pytest.approx(1.0)
+    row = couplings(2)
+    streams = torch.randn(4, 5, 8).double(), torch.randn(4, 5, 8).double()
+    time_row(row, streams, [{}, {}], rd.Chain(row).arithmetic)
+    assert clock.calls[:4] == [("reverse", False), ("overlap", False)] * 2
+    with before_capture():
+        time_row(row, streams, [{}, {}], rd.Chain(row).arithmetic)
+    assert clock.calls[-1] == ("overlap", True)
 
 
-@pytest.mark.parametrize("when", ["run", "ready"])
 @pytest.mark.parametrize("scarce", ["reverse", "overlap"])
-def test_a_way_that_does_not_fit_is_not_taken(device, caplog, scarce, when):
-    def do(phase, strategy):
-        if strategy == scarce and phase == when:
+def test_a_strategy_that_does_not_fit_is_not_taken(clock, monkeypatch, scarce):
+    def begin(strategies, units, x, begin=auto.begin_pass):
+        if strategies[0].overlaps == (scarce == "overlap"):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return lambda: None
+        return begin(strategies, units, x)
 
-    functions = partial(do, "run"), partial(do, "ready")
-    if scarce == "reverse":
-        with pytest.raises(torch.OutOfMemoryError):
-            time_strategies(*functions)
-        return
-    caplog.set_level(logging.INFO, "redivider")
-    choices = Auto()
-    trial = choices.trial(torch.ones(3), True)
-    trial.choice = None
-    with forcing("reverse"):
-        trial.pick()
-    choices.settle(time_strategies(*functions))
-    assert trial.choice == "reverse" and "memory is short" in caplog.text
+    row = couplings(2)
+    streams = torch.randn(4, 5, 8).double(), torch.randn(4, 5, 8).double()
+    monkeypatch.setattr(auto, "begin_pass", begin)
+    error = pytest.raises(torch.OutOfMemoryError) if scarce == "reverse" else nullcontext()
+    with error:
+        times = time_row(row, streams, [{}, {}], rd.Chain(row).arithmetic)
+        assert times["overlap"] == float("inf") and faster(times) == "reverse"
 
 
-def test_two_passes_in_one_backward_count_for_nothing(device):
-    trial = Trial("(3,)")
-    for _ in range(10):
-        total: Any = 0.0
-        for _ in range(2):
-            y = torch.ones(3, requires_grad=True) * 2
-            trial.time_backward(trial.pick(), y)
-            total = total + y.sum()
-        total.backward()
-    assert trial.choice is None and not any(trial._timed.values())
+def test_overlap_is_not_taken_where_memory_is_short(clock, monkeypatch):
+    retries = iter(range(1000))
+    monkeypatch.setattr(auto, "_num_retries", lambda: next(retries))
+    chain = vector_chain(depth=3, backward="auto")
+    chain(torch.randn(5, 6))
+    assert chain._auto is not None
+    assert [*chain._auto.choices.values()] == ["reverse"]
 
 
-def test_a_forward_without_backward_does_not_keep_it_from_choosing(device):
-    trial = Trial("(3,)")
-    for _ in range(2 * ROUNDS):
-        trial.time_backward(trial.pick(), torch.ones(3, requires_grad=True) * 2)
-        steps(trial, {"reverse": 1.0, "overlap": 0.5}, 1)
-    assert trial.pick() == "overlap"
+class Counting(nn.Module):
+    """Layer with a buffer that every run changes, random numbers, and a keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x, shift=None):
+        y = self.linear(nn.functional.dropout(self.norm(x), 0.3, self.training))
+        return y if shift is None else y + shift
 
 
-def test_a_capture_settles_the_shapes_it_ran(device):
-    choices = Auto()
-    one, other = choices.trial(torch.ones(3), True), choices.trial(torch.ones(4), True)
-    one.choice = other.choice = None
-    with forcing("reverse"):
-        one.pick()
-    choices.settle({"reverse": 2.0, "overlap": 1.0})
-    assert (one.choice, other.choice) == ("overlap", None)
+def couplings(num):
+    return [rd.Coupling((Attention if i % 2 else MLP)(8)).double() for i in range(num)]
 
 
-def test_every_shape_has_a_trial_of_its_own():
-    choices = Auto()
-    one, other = torch.ones(3), torch.ones(4)
-    assert choices.trial(one, True) is choices.trial(one, True)
-    assert choices.trial(one, True) is not choices.trial(other, True)
-    assert choices.trial(one, True) is not choices.trial(one, False)
-    assert choices.trial((one, [other]), True).choice == "reverse", "there is no choice on the CPU"
+def counting_chain(backward):
+    torch.manual_seed(3)
+    units = [rd.Coupling(Counting(), takes=("shift",)) for _ in range(NUM_COUPLINGS + 2)]
+    return rd.Chain([nn.Linear(6, 8), rd.Duplicate(), *units, rd.Fuse()], backward=backward)
+
+
+def train(chain, *, with_checkpoint=False, autocast=False):
+    """Return losses, gradients and buffers after two steps, and the next random number."""
+    torch.manual_seed(4)
+    shift = torch.rand(1, 8, requires_grad=True)
+    results: list[Any] = []
+    for _ in range(2):
+        x = torch.randn(5, 6, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if with_checkpoint:
+                y = checkpoint(lambda x: chain(x, shift=shift), x, use_reentrant=False)
+            else:
+                y = chain(x, shift=shift)
+        weigh(y).backward()
+        results += [x.grad]
+    grads = [param.grad for param in chain.parameters()]
+    return [*results, shift.grad, *grads, *chain.buffers(), torch.rand(1)]
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "fixed"])
+@pytest.mark.parametrize("options", [{}, {"with_checkpoint": True}, {"autocast": True}], ids=str)
+def test_timing_leaves_no_trace(clock, options, arithmetic):
+    chain, other = counting_chain("auto"), counting_chain("reverse")
+    chain.arithmetic = other.arithmetic = arithmetic
+    results = zip(train(chain, **options), train(other, **options), strict=True)
+    assert all(torch.equal(*pair) for pair in results)
+    assert len(clock.calls) >= 14
+
+
+def test_frozen_rows_and_plain_inputs_are_timed(clock):
+    chain = vector_chain(depth=3, backward="auto").requires_grad_(False)
+    chain(torch.randn(5, 6))
+    assert chain._auto is not None and len(chain._auto.choices) == 1
 
 
 def test_on_the_cpu_auto_is_reverse():
@@ -205,11 +180,17 @@ def test_on_the_cpu_auto_is_reverse():
     x = torch.randn(5, 6)
     for model in (chain, other):
         weigh(model(x)).backward()
-    grads: dict[str, Any] = gradients(chain)
-    expected: dict[str, Any] = gradients(other)
-    assert all(torch.equal(grads[key], expected[key]) for key in expected)
     assert worst_error(gradients(chain), gradients(other)) == 0
+    assert chain._auto is not None and not chain._auto.choices
     pickle.loads(pickle.dumps(chain))
+
+
+def test_a_copy_chooses_for_itself(clock):
+    chain = vector_chain(depth=3, backward="auto")
+    chain(torch.randn(5, 6))
+    other = copy.deepcopy(chain)
+    assert chain._auto is not None and chain._auto.choices
+    assert other._auto is not None and not other._auto.choices
 
 
 def test_a_capture_without_a_gpu_says_so():

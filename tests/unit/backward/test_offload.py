@@ -2,6 +2,7 @@
 
 import copy
 from collections import deque
+from weakref import ref
 
 import pytest
 import torch
@@ -82,15 +83,41 @@ def test_gradients_are_those_of_checkpointing(made, depth, options):
     assert len(made) == 4
 
 
-def test_saved_operations_stay_on_the_device(made):
-    chain = network()
-    chain.backward = "offload-save"
+class SavingMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.runs: list[torch.Tensor] = []
+
+    def forward(self, a):
+        hidden = rd.save(self.up(a))
+        self.runs.append(hidden.detach())
+        return self.down(torch.tanh(hidden))
+
+
+def test_saved_operations_wait_on_the_host_as_well(made):
+    couplings = [rd.Coupling(SavingMLP()) for _ in range(5)]
+    units = [nn.Linear(6, 8), rd.Duplicate(), *couplings, rd.Fuse("add"), nn.Linear(8, 3)]
+    chain = rd.Chain(units, backward="offload-save").double()
     other = copy.deepcopy(chain)
     other.backward = "checkpoint"
     for _ in range(2):
         grads, true = train(chain, 0, 1), train(other, 0, 1)
         assert all(worst_error(*pair) <= 1e-12 for pair in zip(grads, true, strict=True))
-    assert len(made) == 4
+    for coupling in couplings:
+        coupling.f.runs.clear()
+    loss = weigh(chain(inputs()))
+    waiting = all_waiting(made[-1])[::-1][2:7]  # of the couplings
+    saved = [coupling.f.runs[0] for coupling in couplings]
+    for own, output in zip(waiting, saved, strict=True):
+        assert [tensor.shape[-1] for tensor in own.host] == [8, 16]
+        assert torch.equal(own.host[1].view_as(output), output)
+    alive = [ref(output.untyped_storage()) for output in saved]
+    del saved, output
+    for coupling in couplings:
+        coupling.f.runs.clear()
+    assert [own() is None for own in alive] == [True] * 5, "two units above are still leaving"
+    loss.backward()
 
 
 @pytest.mark.parametrize(

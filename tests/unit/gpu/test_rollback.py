@@ -66,9 +66,6 @@ def test_each_is_met_once_and_before_it_changes(state):
     assert len(state.parameters) == len(before)
     state.restore()
     assert all(torch.equal(a, b) for a, b in zip(chain.parameters(), before, strict=True))
-    assert not state.has_auto
-    chain.backward = "auto"
-    assert state.has_auto
 
 
 @pytest.mark.parametrize(
