@@ -285,7 +285,7 @@ def test_a_loss_that_is_not_a_number_is_reported_and_no_update_follows():
     pipe = make(model, capture=True)
     run(pipe, 40)
     x, y = batch(0)
-    with pytest.raises(FloatingPointError, match="micro-batch 40 is not a number"):
+    with pytest.raises(FloatingPointError, match="micro-batch 40 is NaN"):
         pipe.step(x * torch.nan, y)
         for index in range(200):
             pipe.step(*batch(index))

@@ -71,7 +71,8 @@ def test_the_first_of_equal_differences_are_exact(places):
     _, y = tensors((2, 800), torch.float32)
     x, plain, known = y.clone(), y.cpu().clone(), y.clone()
     x[1, places] = y[1, places].round() + 1024
-    y[1, places] = known[1, places] = plain[1, places] = plain[1, places].round()
+    for own in (y, known, plain):
+        own[1, places] = own[1, places].round()
     code, got = encode(x.cpu(), plain, 2), encode_rows(x, known, 800, 2)
     assert torch.equal(got.places.cpu(), code.places) and torch.equal(got.exact.cpu(), code.exact)
     first = sorted(places)[:2]

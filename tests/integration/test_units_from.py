@@ -70,6 +70,21 @@ def test_a_chain_of_the_units_is_the_model(family, attention):
             assert not torch.equal(chain(x, **side), chain(x))
 
 
+def without_mask(forward):
+    return lambda hidden_states: forward(hidden_states)
+
+
+def test_blocks_that_take_no_mask_get_none():
+    """As those of DINOv2 do with transformers 5.17."""
+    model = make("Dinov2").eval()
+    x, _ = inputs("Dinov2")
+    with torch.no_grad():
+        logits = model(x).logits
+        for layer in model.base_model.encoder.layer:
+            layer.forward = without_mask(layer.forward)
+        assert torch.equal(rd.Chain(rd.units_from(model))(x), logits)
+
+
 @pytest.mark.parametrize("backward", ["store", "checkpoint", "reverse"])
 def test_gradients_are_those_of_the_model(family, backward):
     model = make(family).train()

@@ -68,13 +68,21 @@ def units_from(model: nn.Module, *, couplings: bool = False) -> list[nn.Module]:
     stem = family.stem(base)
     units = [TwoStreams(stem) if couplings else stem]
     for index, block in enumerate(blocks):
-        context = None if family.is_causal is None else Context(base, family.is_causal, index)
+        context = None
+        if family.is_causal is not None and _takes_mask(block):
+            context = Context(base, family.is_causal, index)
         unit = Block(block, context)
         units.append(Coupling(Residual(unit), takes=unit.takes) if couplings else unit)
     if family.norm is not None:
         norm = base.get_submodule(family.norm)
         units.append(nn.Sequential(Fuse("mean"), norm) if couplings else norm)
     return units if is_bare else [*units, HEADS[name](model)]
+
+
+def _takes_mask(block: nn.Module) -> bool:
+    """Return whether a block takes a mask, which depends on the version of transformers."""
+    params = signature(block.forward).parameters.values()
+    return any(own.name == "attention_mask" or own.kind is own.VAR_KEYWORD for own in params)
 
 
 class Context(nn.Module):
