@@ -140,23 +140,10 @@ class Chain(nn.Module):
         """Run all units on x; every unit receives those of the keywords that it takes."""
         verify_keywords(side, self.takes)
         if torch.compiler.is_compiling() and (self._is_plain() or is_exporting()):
-            return self._run_traced(x, side)
+            from redivider.backward.traced import run_traced
+
+            return run_traced(self.segments(), partial(taken, side=side), x, self.arithmetic)
         return _run_eagerly(self, x, side)
-
-    def _run_traced(self, x: Any, side: dict[str, Any]) -> Any:
-        """Run all units as plain modules: a traced graph keeps nothing for a backward."""
-        for in_row, units in self.segments():
-            x = prepare_streams(x) if in_row else x
-            if in_row and self.arithmetic.exact:
-                from redivider.backward.traced import run_on_grid  # for an export alone
-
-                couplings: list[Any] = [unit for _, unit in units]
-                calls = [partial(unit.residual, side=taken(unit, side)) for unit in couplings]
-                x = run_on_grid(calls, x, self.arithmetic)
-            else:
-                for _, unit in units:
-                    x = unit(x, **taken(unit, side))
-        return x
 
     def inverse(self, streams: Any, /, **side: Any) -> Any:
         """Return the input of a chain of couplings from its output, up to rounding."""
@@ -255,6 +242,7 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
     chain._mailbox.poll()
     exact, drift_tolerance = chain.arithmetic.exact, chain._count_step()
     keepings = begin_pass(chain._strategies(), chain, x)
+    keepers = {keeping.keeper for keeping in keepings if keeping.keeper is not None}
     auto = None
     if chain.backward == "auto" and torch.is_grad_enabled():
         from redivider.backward.auto import Auto  # few chains need it
@@ -285,6 +273,8 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
                     x = (keeping.run or unit)(x, **keywords)
                 else:
                     x = keep_input(name, unit, (x,), keywords, keeping, exact=exact)
+            for keeper in keepers if keeping.keeper is None else ():
+                keeper.skip()
             hint = ""
         if row is not None:
             with naming(units[0][0]):

@@ -25,7 +25,7 @@ from redivider.backward.stopwatch import Stopwatch
 from redivider.backward.strategy import Keeping, begin_pass, resolve_strategy
 from redivider.coupling import Coupling, Streams
 from redivider.replay.call import is_sharded, unhooked_graph
-from redivider.replay.restore import restored_state
+from redivider.replay.copies import buffers_to_spend
 from redivider.tree import tensors_of
 
 logger = logging.getLogger("redivider.auto")  # a documented name, not that of this module
@@ -127,7 +127,9 @@ def time_row(
     watches = {strategy: make_watch() for strategy in CANDIDATES}
     # The hooks of torch's checkpoint around the chain must not see these graphs.
     hooks = unhooked_graph() if has_saved_tensors_hooks() else nullcontext()
-    with restored_state(nn.ModuleList(couplings), [device]), hooks, torch.enable_grad():
+    modules = [module for coupling in couplings for module in coupling.modules()]
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), buffers_to_spend(modules), hooks, torch.enable_grad():
         for _ in range(NUM_WARM + NUM_TIMED):  # in turns: the clock of a GPU changes over time
             for strategy in CANDIDATES:
                 if strategy in watches and not _fits(watches[strategy], strategy):

@@ -135,6 +135,9 @@ class Keeper(Protocol):
     def make_kept(self, name: str, call: Call, *, with_graph: bool, num_inputs: int) -> KeptInput:
         """Return the state of a module whose first tensors are its inputs."""
 
+    def skip(self) -> None:
+        """Note that a unit has run whose inputs are kept in another way."""
+
 
 def keep_input(
     name: str,

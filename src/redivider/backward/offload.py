@@ -16,7 +16,7 @@ Memory of the side lane is reused by that lane alone, after a wait for all work 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -86,7 +86,7 @@ class Offload:
     """
 
     # By device and CUDA stream: tensors of the last units of all chains, which are still there.
-    _leaving_by_stream: ClassVar[dict[Any, deque["ref[Waiting]"]]] = {}
+    _leaving_by_stream: ClassVar[dict[Any, deque[Callable[[], Waiting | None]]]] = {}
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -109,13 +109,21 @@ class Offload:
         before = None if self._last is None else self._last()
         waiting = Waiting(tensors, host, lanes.mark(SIDE), before)
         self._last = ref(waiting)
-        self._leaving.append(self._last)
+        self._advance(self._last)
+        return waiting
+
+    def skip(self) -> None:
+        """Note that a unit has run whose tensors do not wait on the host."""
+        self._advance(lambda: None)
+
+    def _advance(self, last: Callable[[], Waiting | None]) -> None:
+        """Let go of what the last units before have sent."""
+        self._leaving.append(last)
         while len(self._leaving) > NUM_LEAVING:
             left = self._leaving.popleft()()
             if left is not None and left.device is not None:
-                lanes.wait(MAIN, left.copied)  # before its memory is used again
+                self._lanes.wait(MAIN, left.copied)  # before its memory is used again
                 left.device = None
-        return waiting
 
     def fetch(self, waiting: Waiting) -> list[Tensor]:
         """Return tensors on the device, and begin to bring back those of the unit before."""
@@ -154,7 +162,7 @@ class Offload:
     def _make_lanes(self) -> Lanes:
         return CudaLanes(self._device)
 
-    def _get_leaving(self) -> deque["ref[Waiting]"]:
+    def _get_leaving(self) -> deque[Callable[[], Waiting | None]]:
         if self._device.type != "cuda":
             return deque()
         stream = torch.cuda.current_stream(self._device).cuda_stream

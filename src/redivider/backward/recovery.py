@@ -1,11 +1,10 @@
 """Recovery of a coupling's input from its output: one evaluation of f, for inverse and gradient."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from redivider._torch_private import compiled_call
 from redivider.arithmetic import Arithmetic
@@ -61,14 +60,3 @@ def recover(
         r, run = run.without_first()
     b = None if c is None else arithmetic.subtract(c, r)
     return Recovered(b, run, joined=run.output is not r)
-
-
-def run_apart(module: nn.Module, grads: Sequence[Tensor | None]) -> Callable[..., Any] | None:
-    """Return the call that runs a compiled module for its graph alone, if there is one.
-
-    It needs the gradients of all outputs, whose dtypes the stand-ins take.
-    """
-    run = getattr(compiled_call(module), "run_apart", None)
-    if run is None or any(grad is None for grad in grads):
-        return None
-    return partial(run, tuple(grad.dtype for grad in grads if grad is not None))

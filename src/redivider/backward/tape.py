@@ -128,6 +128,9 @@ class Tapes:
             return KeptInput(name, call, with_graph=with_graph)
         return KeptOnTape(self, name, call, with_graph=with_graph)
 
+    def skip(self) -> None:
+        """Do nothing: inputs that are near each other need not follow each other."""
+
     def tape_for(self, x: Tensor) -> Tape | None:
         """Return the tape for an input; None for one that is not compressed, such as tokens."""
         if not x.is_floating_point():

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
 
+import torch
 from torch import nn
 
 from redivider.chain import Chain
-from redivider.replay.restore import restored_state
+from redivider.replay.copies import buffers_to_spend
 
 
 @contextmanager
@@ -27,8 +28,10 @@ def restored(module: nn.Module, *, checks_drift: bool = False) -> Iterator[None]
     for chain, (check_every, _, _) in chains:
         chain.check_every = int(checks_drift and check_every > 0)
         chain.drift_tolerance = inf
+    devices = {parameter.device for parameter in module.parameters()}
+    devices = {device for device in devices if device.type not in ("cpu", "meta")}
     try:
-        with restored_state(module, {parameter.device for parameter in module.parameters()}):
+        with torch.random.fork_rng(devices), buffers_to_spend([*module.modules()]):
             yield
     finally:
         for chain, values in chains:

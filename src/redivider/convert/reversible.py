@@ -212,6 +212,8 @@ class Blocks:
             kwargs: Its keywords.
         """
         plain, strategy = self.plain[index], resolve_strategy(backward)
+        for other in [] if strategy.offloads else list(keepers.values()):
+            other.skip()
         if strategy.junction == "graph":
             return plain(x, *args, **kwargs)
         call, inputs = Call.split(plain, (x, *args), kwargs)

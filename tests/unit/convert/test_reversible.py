@@ -939,3 +939,14 @@ def test_a_stream_that_is_no_tensor_of_reals():
     model = rd.make_reversible(network())
     with pytest.raises(rd.UnitError, match=r"layers\.0: the first argument of a block must be"):
         model.layers[0](torch.arange(3))
+
+
+def test_codes_are_released_as_the_backward_proceeds():
+    known = tape.Tape(2, torch.zeros(4, 64))
+    inputs = [torch.full((4, 64), 0.1 * index) for index in range(5)]
+    assert [known.append(x) for x in inputs] == [0, 1, 2, 3, 4]
+    num_inputs = []
+    for position in (4, 3, 1, 2, 0):  # a unit may finish before the one above it
+        known.release(position)
+        num_inputs.append(known.num_inputs)
+    assert num_inputs == [4, 3, 3, 1, 1]

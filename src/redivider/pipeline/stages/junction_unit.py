@@ -1,13 +1,14 @@
 """A junction in a pipeline: any module. Its input cannot be rebuilt, so it is kept."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from redivider._torch_private import compiled_call
 from redivider.arithmetic import Arithmetic
-from redivider.backward.recovery import run_apart
 from redivider.backward.strategy import Keep
 from redivider.chain import taken
 from redivider.pipeline.stages.aliasing import unaliased
@@ -53,7 +54,7 @@ class JunctionUnit(Unit):
             call, tensors = self._split((argument,), side)
             tensors = self._with_weights(tensors, self._backward_weights(kept))
             # A compiled module that is run apart from its outputs draws other random numbers.
-            evaluate = run_apart(self._inner, grads) if self._draws is False else None
+            evaluate = _run_apart(self._inner, grads) if self._draws is False else None
             run = call.rerun(tensors, self._needs(tensors, argument), kept.record, evaluate)
         num_side = len(tensors_of(taken(self.module, side)))
         num_inputs = len(run.leaves) - len(self.parameters) - num_side
@@ -63,3 +64,14 @@ class JunctionUnit(Unit):
                 return below, *pull_back_first(run, grads, num_inputs)
             all_grads = run.pull_back(grads)
             return below, all_grads[:num_inputs], lambda: all_grads[num_inputs:]
+
+
+def _run_apart(module: nn.Module, grads: Sequence[Tensor | None]) -> Callable[..., Any] | None:
+    """Return the call that runs a compiled module for its graph alone, if there is one.
+
+    It needs the gradients of all outputs, whose dtypes the stand-ins take.
+    """
+    run = getattr(compiled_call(module), "run_apart", None)
+    if run is None or any(grad is None for grad in grads):
+        return None
+    return partial(run, tuple(grad.dtype for grad in grads if grad is not None))
