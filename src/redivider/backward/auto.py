@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from redivider._torch_private import has_saved_tensors_hooks
+from redivider._torch_private import get_saved_tensors_hooks
 from redivider.arithmetic import Arithmetic
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.row import Row
@@ -126,7 +126,7 @@ def time_row(
 
     watches = {strategy: make_watch() for strategy in CANDIDATES}
     # The hooks of torch's checkpoint around the chain must not see these graphs.
-    hooks = unhooked_graph() if has_saved_tensors_hooks() else nullcontext()
+    hooks = unhooked_graph() if get_saved_tensors_hooks() is not None else nullcontext()
     modules = [module for coupling in couplings for module in coupling.modules()]
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), buffers_to_spend(modules), hooks, torch.enable_grad():

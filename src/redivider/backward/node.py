@@ -33,6 +33,8 @@ class Kept(ABC):
     """Scheduler that prepares units before their turn, if there is one."""
     saving: "Saving | None" = None
     """Outputs of operations that are not run again, if there are any."""
+    recovers = False
+    """True if the second run is for its values, too, and not for gradients alone."""
     is_compiled = False
     """True if the module that runs again is compiled, into one autograd node."""
 
@@ -70,7 +72,9 @@ class Kept(ABC):
 
     def again(self, outputs: Sequence[Tensor]) -> Callable[..., Any] | None:
         """Return a function that runs the module again, if not the module itself."""
-        return None if self.saving is None else self.saving.replay(outputs)
+        return (
+            None if self.saving is None else self.saving.replay(outputs, for_values=self.recovers)
+        )
 
     def apply(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the unit as a node of the caller's graph."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from support.networks import MLP, Attention, Marked
 from support.oracle import gradients, run_plainly, weigh, worst_error
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 
 import redivider as rd
 from redivider._torch_private import TorchDispatchMode
@@ -91,9 +92,9 @@ def test_saved_operations_are_not_run_again():
     with Operators() as again:
         weigh(chain(x)).backward()
     assert again.counts[torch.ops.aten.rand_like] == 6
-    # Both run the same operators but for the three marked products.
+    # Both run the same operators but for three marked products, and the last ones of junctions.
     products = forward.counts + backward.counts
-    assert again.counts[torch.ops.aten.addmm] == products[torch.ops.aten.addmm] + 3
+    assert again.counts[torch.ops.aten.addmm] == products[torch.ops.aten.addmm] + 3 + 3
 
 
 def test_a_coupling_holds_what_is_saved_and_a_junction_its_input_too():
@@ -301,3 +302,79 @@ def test_save_and_functional_softmax_attention():
     weigh(chain((a, b))).backward()
     weigh(run_plainly(plain, (a, b))).backward()
     assert worst_error(gradients(chain), gradients(plain)) <= 1e-12
+
+
+class Block(nn.Module):
+    """Residual block whose last product no gradient needs, and some that something else needs."""
+
+    def __init__(self, kind="plain"):
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x):
+        hidden = rd.save(self.up(x))
+        y = self.down(torch.tanh(hidden))
+        if self.kind == "function":
+            y = KeepingApart.apply(y)
+        elif self.kind == "host":
+            with save_on_cpu():
+                y = y.sigmoid()
+        elif self.kind == "number":
+            y = y + x * 0.1 * (y.detach().sum().item() > -1e9)
+        elif self.kind == "buffer":
+            self.seen.copy_(y.detach().mean(0))
+        elif self.kind == "scaled":
+            y = y * self.seen.add(2).requires_grad_(False) * y.sigmoid()
+        return x + y
+
+
+class KeepingApart(torch.autograd.Function):
+    """The square, which keeps its input where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x.detach()
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.x * grad
+
+
+KINDS = ("plain", "hook", "function", "host", "number", "buffer", "scaled")
+
+
+@pytest.fixture
+def poisoned():
+    """Fill empty memory with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("backward", ["save", "offload-save"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_product_is_left_out_where_nobody_reads_it(kind, backward, poisoned):
+    torch.manual_seed(0)
+    chain = rd.Chain([nn.Linear(4, 8), *(Block(kind) for _ in range(3)), nn.Linear(8, 3)]).double()
+    seen = []
+    if kind == "hook":
+        for unit in chain[1:4]:
+            unit.down.register_forward_hook(lambda module, args, y: seen.append(y.detach()))
+    store = copy.deepcopy(chain)
+    store.backward, chain.backward = "store", backward
+    x = torch.randn(5, 4).double()
+    for _ in range(2):  # the first run of a module verifies it
+        loss, true = (weigh(model(x)) for model in (chain, store))
+        with Operators() as again:
+            loss.backward()
+        with Operators() as plain:
+            true.backward()
+        assert worst_error(gradients(chain), gradients(store)) <= 1e-12
+    assert all(tensor.abs().max() < 10 for tensor in seen)
+    assert torch.equal(chain[1].seen, store[1].seen)
+    # Of the products of a block, the first is saved; the last may be left out, as in other units.
+    num_products = again.counts[torch.ops.aten.addmm] - plain.counts[torch.ops.aten.addmm]
+    assert num_products == (0 if kind == "plain" else 3)
