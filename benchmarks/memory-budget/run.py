@@ -34,6 +34,8 @@ PARTIAL = (
     (0.7, 0.12),
     (0.4, 0.35),
     (0.15, 0.7),
+    (0.85, 0.05),
+    (0.55, 0.22),
 )  # shares of the graph kept, of the work done twice
 MIB = 2**20
 
@@ -144,9 +146,9 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def time_solver() -> None:
-    """Print seconds to solve 400 units of a few kinds, by three and by six options, on one core."""
+    """Print seconds to solve 400 units of a few kinds, by three to eight options, on one core."""
     torch.set_num_threads(1)
-    for num_options in (3, 6):
+    for num_options in (3, 6, 7, 8):
         time_options(num_options)
 
 
@@ -154,7 +156,7 @@ def time_options(num_options: int) -> None:
     """Print seconds to solve 400 units of a few kinds with so many options each."""
     rng = random.Random(0)
     stream = 25 * MIB
-    for num_kinds in (1, 2, 8, 20):
+    for num_kinds in (1, 2, 8, 20, NUM_UNITS):
         kinds = [(rng.randrange(50, 150) * MIB, rng.uniform(1, 10)) for _ in range(num_kinds)]
         sizes: dict[Any, int] = dict.fromkeys(range(-2, NUM_UNITS), stream)
         units = []

@@ -11,32 +11,34 @@ a reversed coupling is a top depends on the unit above it.
 
 Dynamic programming from the bottom: a state is what later units need to know of the lower ones, and
 a front has the partial plans of a state of which none holds fewer bytes at no more cost than
-another. Lagrange multipliers bound what the remaining units cost at least. A first search keeps a
-few partial plans per state. The cost of its plan and the bound discard nearly all partial plans of
-the second search, which is exact.
+another. Lagrange multipliers bound what the remaining units cost at least, and give plans for them.
+The cheapest complete plan so far and the bounds discard nearly all partial plans. A first search
+keeps a few of them, and the second one is exact. It extends plans by several units at a time, as
+equal units have few sums of bytes and costs.
 """
 
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-WIDTHS = (5, 64)  # partial plans to keep per state in the first searches: below, and near the end
-NUM_LAST = 60  # units near the end, where the last bytes are filled
-NUM_NARROWER = 2  # searches for a cheaper plan, after the first one
+WIDTHS = (5, 512)  # partial plans to keep per state in the first search, and if there are many
+NUM_MANY = 2048  # partial plans per state
+NUM_STEPS = 8  # per state, at which a block of units is complete
 NUM_PRICES = 6  # that are tried
-PRICES = (1.0, 0.0, 0.95, 1.05)  # of bounds, in units of that at which the memory is used up
-GAP = 2**-8  # between the bound and the plan of the first search, at first
+PRICES = (1.0, 0.0, 0.97, 1.03)  # of bounds, in units of that at which the memory is used up
+FAR = 2.0**100  # bytes, more than any memory
 Key: TypeAlias = Hashable  # names a tensor between units
 State: TypeAlias = tuple[int, frozenset[Key]]
 """Choice of the unit below if it may be a top, else -1; kept tensors that later units may share."""
-Fronts: TypeAlias = dict[State, Tensor]
-"""Bytes held (first row) and added cost (second row, ascending) of partial plans, in float64."""
 
 
 class Peak(NamedTuple):
@@ -111,6 +113,14 @@ class Problem:
                 }
             )
             states = {step.state for own in steps[-1].values() for step in own}
+        # What the units above need at least is needed before a step, too.
+        needs = dict.fromkeys(states, 0)
+        for index, here in reversed(list(enumerate(steps))):
+            steps[index] = {
+                before: [s._replace(need=max(s.need, s.held + needs[s.state])) for s in own]
+                for before, own in here.items()
+            }
+            needs = {s: min(step.need for step in own) for s, own in steps[index].items()}
         return steps
 
     def _step(
@@ -136,19 +146,19 @@ class Problem:
             need = max(need, held + self.need(option.peaks, kept))
         known = frozenset(key for key in kept if last_use[key] > index)
         state = (number if option.pair else -1, known)
-        return Step(number, state, option.cost, held, need)
+        return Step((number,), state, option.cost, held, need)
 
 
 class Step(NamedTuple):
-    """An option in a state: the state after it, its cost, and bytes."""
+    """Options of a unit, or of a few, in a state: the state after them, their cost, and bytes."""
 
-    number: int
+    numbers: tuple[int, ...]
     state: State
     cost: float
     held: int
     """Bytes that it adds to those held."""
     need: int
-    """Bytes that must be free before it."""
+    """Bytes that must be free before it, for it and all units above."""
 
 
 _END = Option("", 0, 0, (), ())
@@ -164,23 +174,15 @@ def solve(problem: Problem, memory: int) -> list[int] | None:
     """Return the index of the cheapest option of every unit, or None if nothing fits."""
     if find_least(problem) > memory:
         return None
-    bounds, least = _make_bounds(problem, memory)
-    total = sum(max(option.cost for option in options) for options in problem.units) or 1.0
-    most = _estimate(problem, memory, bounds, least, total)
-    # A little more, so that rounding does not discard this plan.
-    fronts = _search(problem, memory, bounds, most + 1e-9 * total)
-    return _read(problem, memory, fronts)
+    bounds = _make_bounds(problem, memory)
+    most = _estimate(problem, memory, bounds)
+    choices, most = _search(problem, memory, bounds, most, WIDTHS[1])
+    return choices or _search(problem, memory, bounds, most)[0]
 
 
 def find_least(problem: Problem) -> int:
     """Return the smallest number of bytes for which there is a plan."""
-    needs = {step.state: 0 for own in problem.steps[-1].values() for step in own}
-    for steps in reversed(problem.steps):
-        needs = {
-            state: min(max(need, held + needs[after]) for _, after, _, held, need in own)
-            for state, own in steps.items()
-        }
-    return min(needs.values())
+    return min(step.need for own in problem.steps[0].values() for step in own)
 
 
 def trace(problem: Problem, choices: Sequence[int]) -> list[tuple[int, int]]:
@@ -199,50 +201,36 @@ def trace(problem: Problem, choices: Sequence[int]) -> list[tuple[int, int]]:
 
 Steps: TypeAlias = dict[State, list[Step]]
 """Steps of a unit, by the state before."""
+Layer: TypeAlias = tuple[list[list[tuple[int, ...]]], Tensor, Tensor]
+"""Choices of a block by the state before it, states of the plans before it, and for every plan the
+number of its choice times the number of plans before it, plus that of its own."""
+
+
+class Rest(NamedTuple):
+    """Plan for the units above a state that is cheapest if the bytes of its peak have a price."""
+
+    value: float
+    """Lower bound on the sum of cost and priced peak, of all plans."""
+    peak: int
+    cost: float
 
 
 class Bounds(NamedTuple):
-    """Lower bounds on the cost above a state: the largest constant + price * bytes held there."""
+    """Plans for the units above every state, by prices of a byte."""
 
     prices: list[float]
-    constants: list[dict[State, list[float]]]
-    """Above every unit, and above none."""
-
-    def prune(self, steps: Sequence[Steps], most: float) -> list[Steps]:
-        """Return the steps that a plan may have which costs less."""
-        price, pruned = self.prices[0], []
-        priced = {(-1, frozenset[Key]()): 0.0}  # least cost and priced bytes of the units below
-        for here, constants in zip(steps, self.constants[1:], strict=True):
-            below, priced = priced, {}
-            pruned.append({before: list[Step]() for before in below})
-            for before, value in below.items():
-                for step in here[before]:
-                    cost = value + step.cost + price * step.held
-                    if cost + constants[step.state][0] < most:
-                        pruned[-1][before].append(step)
-                        priced[step.state] = min(cost, priced.get(step.state, inf))
-        return pruned
+    """The last one is that of a plan that fits, and may be too large for an exact bound."""
+    rests: list[dict[State, list[Rest]]]
+    """Above none of the units, and above every unit."""
+    slack: float
+    """Cost that rounding may add."""
 
 
-def _estimate(problem: Problem, memory: int, bounds: Bounds, least: float, total: float) -> float:
-    """Return the cost of a good plan, from searches that keep few partial plans per state."""
-    gap = max(GAP * least, 1e-6 * total)
-    while (cost := _search_few(problem, memory, bounds, least + gap)) is None:
-        gap *= 8
-    # In a narrower band of costs, the same number of partial plans represents the others better.
-    for _ in range(NUM_NARROWER):
-        most = (least + cost) / 2
-        cheaper = _search_few(problem, memory, bounds, most)
-        least, cost = (most, cost) if cheaper is None else (least, cheaper)
-    return cost
-
-
-def _search_few(problem: Problem, memory: int, bounds: Bounds, most: float) -> float | None:
-    """Return the cost of a plan that fits and costs less, if there is one among a few."""
+def _estimate(problem: Problem, memory: int, bounds: Bounds) -> float:
+    """Return the cost of a good plan, from a search that keeps few partial plans per state."""
+    prices, most = bounds.prices[:-1], inf
     fronts: dict[State, list[tuple[int, float]]] = {(-1, frozenset()): [(0, 0.0)]}
-    pruned = bounds.prune(problem.steps, most)
-    for index, (constants, steps) in enumerate(zip(bounds.constants[1:], pruned, strict=True)):
-        width = WIDTHS[index >= len(pruned) - NUM_LAST]
+    for steps, rests in zip(problem.steps, bounds.rests[1:], strict=True):
         longer: dict[State, list[tuple[int, float]]] = {}
         for before, front in fronts.items():
             for _, after, cost, held, need in steps[before]:
@@ -250,109 +238,180 @@ def _search_few(problem: Problem, memory: int, bounds: Bounds, most: float) -> f
                 longer.setdefault(after, []).extend(extended)
         fronts = {}
         for state, partials in longer.items():
-            lines = list(zip(constants[state], bounds.prices, strict=True))
+            lines = [(p, rests[state][i].value - p * memory) for i, p in enumerate(prices)]
             bounded: list[tuple[float, int, float]] = []
             lowest = inf
             for held, cost in sorted(partials):
                 if cost < lowest:
                     lowest = cost
-                    bound = cost + max([constant + price * held for constant, price in lines])
-                    if bound < most:
+                    bound = cost + max([p * held + constant for p, constant in lines])
+                    if bound <= most:
                         bounded.append((bound, held, cost))
             if bounded:
+                for _, peak, more in rests[state]:
+                    last = bisect_right(bounded, memory - peak, key=itemgetter(1)) - 1
+                    if last >= 0:
+                        most = min(most, bounded[last][2] + more + bounds.slack)
                 # Keep the one that holds least, and the best ones of ranges of bytes.
-                first, size = bounded[0], 1 + (bounded[-1][1] - bounded[0][1]) // width
+                first, size = bounded[0], 1 + (bounded[-1][1] - bounded[0][1]) // WIDTHS[0]
                 best = {-1: first}
                 for partial in bounded[1:]:
                     place = (partial[1] - first[1]) // size
                     best[place] = min(best.get(place, partial), partial)
                 fronts[state] = [(held, cost) for _, held, cost in best.values()]
-    return min((cost for front in fronts.values() for _, cost in front), default=None)
+    return most
 
 
-def _search(problem: Problem, memory: int, bounds: Bounds, most: float) -> list[Fronts]:
-    """Return the fronts below every unit, and at the end, of plans that fit and cost less."""
-    prices = _tensor(bounds.prices)[:, None]
-    rows = torch.tensor([0, 1, 0], device="cpu")  # bytes held, cost, and bytes at the peak
-    fronts: list[Fronts] = [{(-1, frozenset()): _tensor([[0], [0]])}]
-    pruned = bounds.prune(problem.steps, most)
-    for constants, steps in zip(bounds.constants[1:], pruned, strict=True):
-        longer: dict[State, list[Tensor]] = {}
-        for before, front in fronts[-1].items():
-            base = front.index_select(0, rows).unsqueeze(1)
-            for after, added in _group(steps[before]).items():
-                partials = base + _tensor(added).T.unsqueeze(2)
-                longer.setdefault(after, []).append(partials.flatten(1))
-        fronts.append({})
-        for state, tensors in longer.items():
-            held, costs, peaks = partials = torch.cat(tensors, 1)
-            bound = torch.addcmul(_tensor(constants[state])[:, None], prices, held).amax(0)
-            keep = (peaks <= memory) & (costs + bound < most)
-            front = _front(partials[:2].index_select(1, keep.nonzero().flatten()))
-            if front.shape[1]:
-                fronts[-1][state] = front
-    return fronts
+def _join(
+    lower: Sequence[Step], upper: Steps, price: float, limits: Mapping[State, float]
+) -> list[Step]:
+    """Return steps of a block and the unit above it of which none beats another.
+
+    Those whose cost and priced bytes are larger than the limit of their state are left out.
+    """
+    groups: dict[State, list[tuple[float, int, int, tuple[int, ...]]]] = {}
+    for numbers, between, cost, held, need in reversed(lower):  # of equal plans, store at the top
+        for step in upper[between]:
+            total, after = cost + step.cost, step.state
+            if total + price * (held + step.held) <= limits[after]:
+                needed = max(need, held + step.need)
+                row = (total, held + step.held, needed, numbers + step.numbers)
+                groups.setdefault(after, []).append(row)
+    joined: list[Step] = []
+    for after, rows in groups.items():
+        front: list[tuple[int, int]] = []
+        for cost, held, need, numbers in sorted(rows, key=itemgetter(0, 1, 2)):
+            if not any([h <= held and n <= need for h, n in front]):
+                front.insert(0, (held, need))
+                joined.append(Step(numbers, after, cost, held, need))
+    return joined
 
 
-def _group(steps: Iterable[Step]) -> dict[State, list[tuple[int, float, int]]]:
-    """Return bytes, cost and need of steps, by the state after them."""
-    groups: dict[State, list[tuple[int, float, int]]] = {}
-    for _, state, cost, held, need in steps:
-        groups.setdefault(state, []).append((held, cost, need))
-    return groups
+def _search(
+    problem: Problem, memory: int, bounds: Bounds, most: float, width: int | None = None
+) -> tuple[list[int], float]:
+    """Return the cheapest plan, which costs at most `most`, and its cost.
+
+    If there are many partial plans, keep a number per state, if it is set, and return no plan.
+    """
+    price, prices = bounds.prices[0], _tensor(bounds.prices)[:-1, None]
+    # Whether a partial plan is in every state, the bytes that it holds, and its cost.
+    front, label = _tensor([[1], [0], [0]]), torch.zeros(1, dtype=torch.int64, device="cpu")
+    layers: list[Layer] = []
+    is_exact = True
+    below = {(-1, frozenset[Key]()): 0.0}  # least cost and priced bytes of the units below
+    block = {state: [Step((), state, 0, 0, 0)] for state in below}
+    for steps, rests in zip(problem.steps, bounds.rests[1:], strict=True):
+        limit = most + price * memory
+        for state, lower in block.items():
+            limits = {after: limit - below[state] - rests[after][0].value for after in rests}
+            block[state] = _join(lower, steps, price, limits)
+        if not any(block.values()):
+            break
+        if max(map(len, block.values())) < NUM_STEPS and steps is not problem.steps[-1]:
+            continue
+        rows, states = _tabulate(block, rests, price, memory, limit)
+        choices = [[step.numbers for step in own] for own in block.values()]
+        # Bytes held, cost, state, bytes beyond the memory, and bound beyond that of a plan.
+        longer = (rows @ front).view(5, -1)
+        places = (longer[3:].amax(0) <= 0).nonzero().flatten()
+        if not len(places):
+            break
+        costs, order = longer[1].index_select(0, places).sort(stable=True)
+        places = places.index_select(0, order)
+        held, numbers = longer[:3:2].index_select(1, places)
+        # In every state, keep those that hold less than all cheaper ones.
+        held = torch.where(numbers == _tensor(range(len(states)))[:, None], held, inf)
+        least = pad(held.cummin(1).values[:, :-1], (1, 0), value=inf)
+        above, kept = (held < least).nonzero().unbind(1)
+        costs, held = costs.index_select(0, kept), held.amin(0).index_select(0, kept)
+        table = _tensor([rests[state] for state in states]).index_select(0, above)
+        values, peaks, more = table.permute(2, 1, 0)
+        fits = torch.where(peaks + held <= memory, more + costs, inf)
+        most = min(most, float(fits.min()) + bounds.slack)
+        bound = costs + (values[:-1] + prices * (held - memory)).amax(0)
+        keep = bound <= most
+        keep[:-1] &= (costs[1:] > costs[:-1]) | (above[1:] > above[:-1])  # the last holds least
+        if width is not None and len(kept) > NUM_MANY * len(states):
+            is_exact = False
+            keep &= _thin(above, held, bound, width)
+        keep = keep.nonzero().flatten()
+        above, kept, costs, held = (t.index_select(0, keep) for t in (above, kept, costs, held))
+        layers.append((choices, label, places.index_select(0, kept)))
+        label = above
+        hot = label == torch.arange(len(states), device="cpu")[:, None]
+        front = torch.cat((hot, held[None], costs[None]))
+        values = [
+            (step.state, below[before] + step.cost + price * step.held)
+            for before, own in block.items()
+            for step in own
+        ]
+        below = dict(sorted(values, key=itemgetter(1), reverse=True))  # the least one is last
+        block = {state: [Step((), state, 0, 0, 0)] for state in states}
+    return _read(layers) if is_exact else [], most
 
 
-def _front(partials: Tensor) -> Tensor:
-    """Return, by cost, the partial plans that none of the others beats."""
-    costs, order = partials[1].sort()
-    held = partials[0].index_select(0, order)
-    least = torch.cat((_tensor([inf]), held.cummin(0).values[:-1]))[: len(held)]
-    places = (held < least).nonzero().flatten()
-    costs = costs.index_select(0, places)
-    # Of those with equal costs, the last holds least.
-    last = torch.cat((costs[1:] > costs[:-1], costs[:1] < inf)).nonzero().flatten()
-    return partials.index_select(1, order.index_select(0, places.index_select(0, last)))
+def _thin(states: Tensor, held: Tensor, bound: Tensor, width: int) -> Tensor:
+    """Return whether to keep partial plans: the best ones of ranges of bytes, by state."""
+    low, high = held.aminmax()
+    ranges = ((held - low) * ((width - 1) / (high - low + 1))).long() + states * width
+    best = bound.new_full((int(ranges.max()) + 1,), inf)
+    return bound <= best.scatter_reduce_(0, ranges, bound, "amin").index_select(0, ranges)
 
 
-def _read(problem: Problem, memory: int, fronts: list[Fronts]) -> list[int]:
-    """Return the choices of the cheapest plan."""
-    ends = [(*front[:, 0].tolist(), state) for state, front in fronts[-1].items()]
-    held, cost, state = min(ends, key=lambda end: (end[1], end[0]))
-    choices = []
-    for steps, below in zip(reversed(problem.steps), reversed(fronts[:-1]), strict=True):
-        steps_by_state = [(own, step) for own in below for step in steps[own]]
-        for own, step in steps_by_state:
-            before = held - step.held
-            if step.state == state and before + step.need <= memory:
-                costs = below[own][1][below[own][0] == before].tolist()
-                if costs and costs[0] + step.cost == cost:
-                    choices.append(step.number)
-                    held, cost, state = before, costs[0], own
-                    break
-    return choices[:0:-1]  # without the end
+def _read(layers: Sequence[Layer]) -> list[int]:
+    """Return the choices of the first plan."""
+    place, plan = 0, list[int]()
+    for choices, before, places in reversed(layers):
+        step, place = divmod(int(places[place]), len(before))
+        plan[:0] = choices[int(before[place])][step]
+    return plan[:-1]  # without the end
 
 
-def _make_bounds(problem: Problem, memory: int) -> tuple[Bounds, float]:
+def _tabulate(
+    block: Steps, rests: Mapping[State, list[Rest]], price: float, memory: int, limit: float
+) -> tuple[Tensor, list[State]]:
+    """Return a matrix that extends partial plans by every step of a block, and the states after it.
+
+    It has rows for bytes held, cost, state, bytes beyond the memory, and cost beyond the limit.
+    """
+    states = dict.fromkeys(step.state for own in block.values() for step in own)
+    numbers = {state: number for number, state in enumerate(states)}
+    columns: list[list[tuple[float, ...]]] = [
+        [
+            (held, cost, numbers[after], need - memory, cost + price * held + rests[after][0].value)
+            for _, after, cost, held, need in own
+        ]
+        for own in block.values()
+    ]
+    length = max(map(len, columns))
+    missing = (0, 0, 0, FAR, 0)
+    table = _tensor([own + [missing] * (length - len(own)) for own in columns])
+    table[..., 4] -= limit
+    # Every row adds bytes or cost of a partial plan to those of its step.
+    own = _tensor([[1, 0], [0, 1], [0, 0], [1, 0], [price, 1]])
+    own = own[:, None].expand(5, length, 2)
+    return torch.cat((table.permute(2, 1, 0), own), 2).flatten(0, 1), list(states)
+
+
+def _make_bounds(problem: Problem, memory: int) -> Bounds:
     """Return lower bounds by Lagrange multipliers: bytes beyond the memory cost a price.
 
-    A plan that fits has none, so the bounds hold for it. Return the bound for all plans, too.
+    A plan that fits has none, so the bounds hold for it.
     """
-    price = _find_price(problem, memory)
-    prices = [factor * price for factor in PRICES]
-    tables = [(_priced(problem, price)[0], price) for price in prices]
-    above = [
-        {
-            state: [values[index][state] - price * memory for values, price in tables]
-            for state in tables[0][0][index]
-        }
-        for index in range(len(problem.steps) + 1)
+    price, fitting = _find_price(problem, memory)
+    prices = [*(factor * price for factor in PRICES), fitting]
+    tables = [_find_rests(problem, price) for price in prices]
+    rests = [
+        {state: [own[state] for own in row] for state in row[0]}
+        for row in zip(*tables, strict=True)
     ]
-    (bounds,) = above[0].values()
-    return Bounds(prices, above), max(bounds)
+    total = sum(max(option.cost for option in options) for options in problem.units)
+    return Bounds(prices, rests, 1e-9 * total + 1e-12 * price * memory)
 
 
-def _find_price(problem: Problem, memory: int) -> float:
-    """Return the price of a byte at which the memory is just used up."""
+def _find_price(problem: Problem, memory: int) -> tuple[float, float]:
+    """Return the price of a byte at which the memory is just used up, and one with a plan."""
     ratios = [
         (step.cost - other.cost) / (other.held - step.held)
         for steps in problem.steps
@@ -362,8 +421,8 @@ def _find_price(problem: Problem, memory: int) -> float:
     ]
     # Each price has a plan, whose cost and peak are a line over prices. The lines of a plan that
     # takes too much and one that does not cross at a price between theirs.
-    low, high = _line(problem, 0.0), _line(problem, max(ratios, default=0.0))
-    price = 0.0
+    price, fitting = 0.0, max(ratios, default=0.0)
+    low, high = _line(problem, 0.0), _line(problem, fitting)
     for _ in range(NUM_PRICES):
         if low[1] <= memory or low[1] <= high[1]:
             break
@@ -371,36 +430,37 @@ def _find_price(problem: Problem, memory: int) -> float:
         line = _line(problem, price)
         if line in (low, high):
             break
-        low, high = (line, high) if line[1] > memory else (low, line)
-    return price
+        if line[1] > memory:
+            low = line
+        else:
+            high, fitting = line, price
+    return price, fitting
 
 
 def _line(problem: Problem, price: float) -> tuple[float, int]:
     """Return the cost and the peak of the best plan at a price."""
-    least, peak = _priced(problem, price)
-    return min(least[0].values()) - price * peak, peak
+    (rest,) = _find_rests(problem, price)[0].values()
+    return rest.cost, rest.peak
 
 
-def _priced(problem: Problem, price: float) -> tuple[list[dict[State, float]], int]:
-    """Return the least sum of cost and priced peak above every state, and the peak from below."""
-    values = {step.state: (0.0, 0) for own in problem.steps[-1].values() for step in own}
-    least = [{state: value for state, (value, _) in values.items()}]
+def _find_rests(problem: Problem, price: float) -> list[dict[State, Rest]]:
+    """Return the plans above every state that are best at a price."""
+    rests = {step.state: Rest(0.0, 0, 0.0) for own in problem.steps[-1].values() for step in own}
+    rows = [rests]
     for steps in reversed(problem.steps):
-        values = {
-            state: min(
-                [
-                    (
-                        cost + max(price * need, price * held + values[after][0]),
-                        max(need, held + values[after][1]),
-                    )
-                    for _, after, cost, held, need in own
-                ]
-            )
-            for state, own in steps.items()
-        }
-        least.append({state: value for state, (value, _) in values.items()})
-    ((_, peak),) = values.values()
-    return least[::-1], peak
+        longer = {}
+        for state, own in steps.items():
+            best = inf, 0, 0.0
+            for _, after, cost, held, need in own:
+                value, peak, more = rests[after]
+                value = cost + max(price * need, price * held + value)
+                if value <= best[0]:
+                    peak = max(need, held + peak)
+                    if value < best[0] or peak < best[1]:
+                        best = value, peak, cost + more
+            longer[state] = Rest(*best)
+        rows.append(rests := longer)
+    return rows[::-1]
 
 
 def _tensor(values: Sequence[object]) -> Tensor:

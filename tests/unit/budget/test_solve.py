@@ -1,6 +1,7 @@
 """The solver equals exhaustive search, on tables that Hypothesis draws."""
 
 from itertools import product
+from math import inf
 from typing import Any
 
 import pytest
@@ -88,29 +89,61 @@ def test_it_equals_exhaustive_search(problem, data):
     check(problem, data)
 
 
-@pytest.mark.slow
-@given(problems(6), st.data())
-def test_it_is_exact_if_the_first_searches_find_the_most_expensive_plan(problem, data):
+@settings(max_examples=150)
+@given(problems(6), st.data(), st.sampled_from([1, 4, 8]), st.sampled_from([1, 3, 512]))
+def test_it_is_exact_with_any_blocks_and_few_partial_plans(problem, data, num_steps, width):
+    """Small problems are one block else, and have no front that is thinned."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solver, "_estimate", lambda *args: args[-1])
+        patch.setattr(solver, "NUM_STEPS", num_steps)
+        patch.setattr(solver, "WIDTHS", (1, width))
+        patch.setattr(solver, "NUM_MANY", width)
         check(problem, data)
 
 
-@pytest.mark.slow
-@given(problems(6), st.integers(0, 80))
-def test_the_first_searches_find_a_plan_that_fits(problem, memory):
-    plans = [plan for plan in product(*problem.units) if peak_of(problem, plan) <= memory]
-    costs = []
-
-    def estimate(*args):
-        costs.append(original(*args))
-        return costs[-1]
-
-    original = solver._estimate
+@given(problems(6), st.data(), st.sampled_from([1, 8]))
+def test_it_is_exact_without_a_first_plan(problem, data, num_steps):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solver, "_estimate", estimate)
-        solve(problem, memory)
-    assert all(cost in map(cost_of, plans) for cost in costs)
+        patch.setattr(solver, "NUM_STEPS", num_steps)
+        patch.setattr(solver, "_estimate", lambda *args: inf)
+        check(problem, data)
+
+
+@given(problems(6), st.integers(0, 80))
+def test_the_first_search_finds_a_plan_that_fits(problem, memory):
+    plans = [plan for plan in product(*problem.units) if peak_of(problem, plan) <= memory]
+    if plans:
+        bounds = solver._make_bounds(problem, memory)
+        cost = solver._estimate(problem, memory, bounds)
+        assert any(cost == pytest.approx(cost_of(plan), abs=1e-6) for plan in plans)
+
+
+@given(problems(6), st.floats(0, 4))
+def test_bounds_are_not_above_the_cost_of_any_plan(problem, price):
+    (rest,) = solver._find_rests(problem, price)[0].values()
+    plans = [(cost_of(plan), peak_of(problem, plan)) for plan in product(*problem.units)]
+    assert rest.value <= min(cost + price * peak for cost, peak in plans) + 1e-9
+    assert (rest.cost, rest.peak) in plans
+
+
+@st.composite
+def rows_of_kinds(draw):
+    """Draw rows of a few kinds of units, with many plans of equal costs or bytes."""
+    costs, bytes_ = st.sampled_from([0, 1, 1, 2, 3]), st.integers(0, 4)
+    peaks = st.builds(lambda extra: (Peak((), extra),), bytes_)
+    option = st.builds(lambda c, h, p: Option("", c, h, (), p), costs, bytes_, peaks)
+    kinds = draw(st.lists(st.lists(option, min_size=1, max_size=3), min_size=1, max_size=3))
+    units = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
+    return Problem(units, {})
+
+
+@settings(max_examples=300)
+@given(rows_of_kinds(), st.data(), st.sampled_from([1, 8]), st.sampled_from([1, 512]))
+def test_it_is_exact_for_units_of_few_kinds(problem, data, num_steps, width):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "NUM_STEPS", num_steps)
+        patch.setattr(solver, "WIDTHS", (1, width))
+        patch.setattr(solver, "NUM_MANY", width)
+        check(problem, data)
 
 
 @pytest.mark.slow
@@ -139,7 +172,7 @@ def test_a_trace_ends_in_the_peak(problem, data):
 def test_it_stores_near_the_loss_and_reverses_below():
     """Of equal couplings, with room for three graphs, the top three are stored."""
     stream, graph = 1, 10
-    sizes: dict[Any, int] = {i: stream for i in range(-2, 8)}
+    sizes: dict[Any, int] = {i: stream for i in range(-2, 8)} | {-1: 2 * stream}
     units = [
         (
             Option("store", 0, graph, (i - 1,), (Peak((), 2 * stream),)),
