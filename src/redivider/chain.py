@@ -5,7 +5,7 @@ backward. Without grad mode every chain runs as plain modules do, and keeps noth
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from redivider.backward.row import Row, prepare_streams
 from redivider.backward.strategy import STORE, Strategy, begin_pass, resolve_strategies
 from redivider.coupling import Coupling, run_by
 from redivider.errors import UnitError, did_you_mean, naming
+from redivider.replay.autocast import uncached_casts
 from redivider.replay.stack import pushed
 
 if TYPE_CHECKING:
@@ -224,10 +225,10 @@ class Chain(nn.Module):
     def _count_step(self) -> float | None:
         """Count a training step; return the tolerance if this step checks for drift."""
         reverses = any(strategy.reverses for strategy in self._strategies())
-        if not (self.training and reverses and self.check_every):
+        # A replay of a captured step has no host to read the result.
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if is_captured or not (self.training and reverses and self.check_every):
             return None
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return None  # a replay has no host to read the result
         self._num_steps += 1
         if (self._num_steps - 1) % self.check_every:
             return None
@@ -240,6 +241,12 @@ def _run_eagerly(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
     for observe in _observers:
         observe(chain)
     chain._mailbox.poll()
+    # By a plan, no unit leaves casts behind that autocast would keep to the end of the step.
+    with nullcontext() if isinstance(chain.backward, str) else uncached_casts():
+        return _run_units(chain, x, side)
+
+
+def _run_units(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
     exact, drift_tolerance = chain.arithmetic.exact, chain._count_step()
     keepings = begin_pass(chain._strategies(), chain, x)
     keepers = {keeping.keeper for keeping in keepings if keeping.keeper is not None}

@@ -5,6 +5,7 @@ leave it are counted apart: they lie between units, and neighbours may share the
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import inf
@@ -34,6 +35,7 @@ from redivider.checks.restore import restored
 from redivider.coupling import Coupling
 from redivider.errors import UnitError, naming
 from redivider.replay import Call
+from redivider.replay.autocast import uncached_casts
 from redivider.tree import map_tensors, tensors_of
 
 NUM_TIMED = 5  # runs, of which the median counts
@@ -386,7 +388,7 @@ def _use(
     """Run a unit, or three couplings in a row, forward and backward, and count bytes."""
     for _ in range(2):  # the first run verifies modules, compiles them, and makes workspaces
         torch.clear_autocast_cache()
-        with counting(device) as meter, torch.enable_grad():
+        with counting(device) as meter, torch.enable_grad(), _casting(parts[0]):
             usage = _use_once(parts, choice, x, needs, meter)
     return usage
 
@@ -466,6 +468,11 @@ def _start(
     return run_row, row.enter(prepare_streams(inputs), drift_tolerance=tolerance)
 
 
+def _casting(part: Part) -> AbstractContextManager[None]:
+    """Cast weights as a planned chain does: its units leave no casts, and its loss may."""
+    return nullcontext() if part.is_loss else uncached_casts()
+
+
 class _Seed(torch.autograd.Function):
     """A number made of tensors; its backward makes gradients that nobody else holds."""
 
@@ -493,7 +500,7 @@ def _time(part: Part, choice: str, x: Any, needs: bool) -> float:
             torch.autograd.grad(total, wanted, allow_unused=True)
 
     watch = Stopwatch(step, on_gpu=True, ahead=part.is_captured)
-    with torch.enable_grad():
+    with torch.enable_grad(), _casting(part):
         for _ in range(NUM_WARM + NUM_TIMED):
             run, inputs = _start([part] * num, choice, x if part.is_first else _fresh(x, needs))
             edges = (get_gradient_edge(t) for t in tensors_of(inputs) if t.requires_grad)

@@ -85,6 +85,16 @@ class Problem:
         units = [[option for option in own if option.choice != choice] for own in self.units]
         return replace(self, units=units)
 
+    def by_bytes(self) -> "Problem":
+        """Return the problem in which an option costs the bytes that it takes."""
+
+        def size(option: Option) -> int:
+            keys = {*option.keeps, *option.pair}
+            return option.held + self.size(keys) + max(peak.extra for peak in option.peaks)
+
+        units = [[replace(option, cost=size(option)) for option in own] for own in self.units]
+        return replace(self, units=units)
+
     def need(self, peaks: Iterable[Peak], kept: frozenset[Key]) -> int:
         """Return the bytes of the largest peak, beyond what is held."""
         needs = (self.size({*alive} - kept) + extra for alive, extra in peaks)

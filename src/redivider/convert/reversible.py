@@ -26,6 +26,7 @@ from redivider.compile import compile_units
 from redivider.convert.blocks import find_blocks
 from redivider.errors import UnitError, naming
 from redivider.replay import Call
+from redivider.replay.autocast import uncached_casts
 from redivider.tree import tensors_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -215,7 +216,8 @@ class Blocks:
         for other in [] if strategy.offloads else list(keepers.values()):
             other.skip()
         if strategy.junction == "graph":
-            return plain(x, *args, **kwargs)
+            with uncached_casts():  # autocast would keep them to the end of the step
+                return plain(x, *args, **kwargs)
         call, inputs = Call.split(plain, (x, *args), kwargs)
         keeper = keepers.get(strategy) or self.make_keeper(strategy, x)
         # With the graph of the first run, gradients of what a block keeps inside are noticed.

@@ -191,3 +191,18 @@ def test_it_stores_near_the_loss_and_reverses_below():
     ]
     choices = solve(Problem(units, sizes), 3 * (graph + stream) + 3 * stream)
     assert choices == [2] * 5 + [0] * 3
+
+
+@pytest.mark.parametrize("slow", ["small", "large"])
+def test_by_bytes_a_plan_takes_least_whatever_units_cost(slow):
+    """Where another unit needs most, two options of a unit may fit, of which one takes less."""
+    sizes: dict[Any, int] = {}
+    costs = {"small": 1.0, "large": 1.0} | {slow: 2.0}
+    choices = (
+        Option("small", costs["small"], 1, (), (Peak((), 1),)),
+        Option("large", costs["large"], 3, (), (Peak((), 1),)),
+    )
+    largest = Option("store", 0, 0, (), (Peak((), 9),))
+    problem = Problem(((largest,), choices), sizes)
+    assert solve(problem, find_least(problem)) == [0, 0 if slow == "large" else 1]
+    assert solve(problem.by_bytes(), find_least(problem)) == [0, 0]

@@ -144,3 +144,20 @@ def test_no_mix_takes_more_than_predicted(arithmetic):
         predicted = max(peak for _, peak in trace(problem, indices))
         measured = measure_step(model, names[:-1], x, loss_of, shift=shift)
         assert measured <= predicted <= 1.4 * measured, names
+
+
+@pytest.mark.parametrize("choice", ["store", "checkpoint", "reverse"])
+def test_casts_of_autocast_count_once(choice):
+    """A unit that is stored would leave casts of its weights in autocast's cache."""
+    model, (x, shift) = chain(6), tensors(False, False)
+    with torch.autocast("cpu", torch.bfloat16):
+        problem = measure(model, x, {"shift": shift}, loss_of)
+        choices = [
+            next((i for i, option in enumerate(own) if option.choice == choice), 0)
+            for own in problem.units
+        ]
+        pairs = zip(problem.units[:-1], choices, strict=False)
+        names = [own[number].choice for own, number in pairs]
+        measured = measure_step(model, names, x, loss_of, shift=shift)
+        predicted = max(peak for _, peak in trace(problem, choices))
+    assert measured <= predicted <= 1.1 * measured
