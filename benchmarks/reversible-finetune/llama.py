@@ -3,9 +3,9 @@
     python benchmarks/reversible-finetune/llama.py --out llama.jsonl
 
 Llama 3.2 1B of transformers with random weights in bf16, and a head in chunks. Peaks of two small
-steps are extrapolated, and the result is confirmed by two steps. With a long context, full attention
-would take minutes. There it stays within blocks of tokens, which takes the same memory, and the
-time of full attention is measured in one layer.
+sizes are extrapolated, and the result is confirmed by two steps. With a long context, full
+attention would take minutes. There it stays within blocks of tokens, which takes the same memory,
+and the time of full attention is measured in one layer.
 """
 
 import argparse
