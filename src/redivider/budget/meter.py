@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from redivider.checks.memory import Live, storages_of
+from redivider.gpu.garbage import uncollected
 from redivider.tree import tensors_of
 
 
@@ -69,6 +70,8 @@ class _Allocator:
 def counting(device: torch.device | None, weights: Sequence[Tensor] = ()) -> Iterator[Meter]:
     """Count the bytes that are allocated inside, by CUDA's allocator or by torch's operations.
 
+    Garbage of before would count as freed, so it stays until afterwards.
+
     Args:
         device: The GPU; None for the CPU.
         weights: Weights whose gradients do not count.
@@ -80,7 +83,8 @@ def counting(device: torch.device | None, weights: Sequence[Tensor] = ()) -> Ite
     meter = _Allocator(device)
     hooks = [weight.register_hook(meter.leave_out) for weight in weights]  # type: ignore[no-untyped-call]
     try:
-        yield meter
+        with uncollected():
+            yield meter
     finally:
         for hook in hooks:
             hook.remove()

@@ -55,7 +55,7 @@ class Option:
 
     choice: str
     cost: float
-    """Added work or time."""
+    """Added work or time, not negative."""
     held: int
     """Bytes that no other unit shares, between its forward and its backward."""
     keeps: tuple[Key, ...]
@@ -86,13 +86,16 @@ class Problem:
         return replace(self, units=units)
 
     def by_bytes(self) -> "Problem":
-        """Return the problem in which an option costs the bytes that it takes."""
+        """Return the problem in which an option costs the bytes that it takes beyond others."""
 
         def size(option: Option) -> int:
             keys = {*option.keeps, *option.pair}
             return option.held + self.size(keys) + max(peak.extra for peak in option.peaks)
 
-        units = [[replace(option, cost=size(option)) for option in own] for own in self.units]
+        units = []
+        for own in self.units:
+            least = min(map(size, own))
+            units.append([replace(option, cost=size(option) - least) for option in own])
         return replace(self, units=units)
 
     def need(self, peaks: Iterable[Peak], kept: frozenset[Key]) -> int:

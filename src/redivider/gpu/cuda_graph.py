@@ -1,11 +1,12 @@
 """Capture of a CUDA graph, with clean-up if it fails."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from redivider.gpu.garbage import uncollected
 
 
 @contextmanager
@@ -20,10 +21,9 @@ def capturing(
     generator = torch.cuda.default_generators[stream.device.index]
     state = generator.clone_state()
     first: BaseException | None = None
-    gc_was_enabled = gc.isenabled()
-    gc.disable()  # collecting another graph during the capture would end it
+    capture = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
     try:
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+        with uncollected(), capture:  # to free another graph would end the capture
             try:
                 yield
             except BaseException as error:
@@ -35,6 +35,3 @@ def capturing(
         if first is not None and error is not first:
             raise first from first.__cause__
         raise
-    finally:
-        if gc_was_enabled:
-            gc.enable()

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import redivider as rd
 from redivider.backward import auto
 from redivider.backward.auto import NUM_COUPLINGS, before_capture, faster, time_row
+from redivider.backward.strategy import begin_pass
 
 
 class Clock:
@@ -94,7 +95,7 @@ def test_strategies_take_turns_and_the_host_runs_ahead_before_a_capture(clock):
 
 @pytest.mark.parametrize("scarce", ["reverse", "overlap"])
 def test_a_strategy_that_does_not_fit_is_not_taken(clock, monkeypatch, scarce):
-    def begin(strategies, units, x, begin=auto.begin_pass):
+    def begin(strategies, units, x, begin=begin_pass):
         if strategies[0].overlaps == (scarce == "overlap"):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return begin(strategies, units, x)

@@ -96,7 +96,8 @@ class SavingMLP(nn.Module):
 
 
 def test_saved_operations_wait_on_the_host_as_well(made):
-    couplings = [rd.Coupling(SavingMLP()) for _ in range(5)]
+    bodies = [SavingMLP() for _ in range(5)]
+    couplings = map(rd.Coupling, bodies)
     units = [nn.Linear(6, 8), rd.Duplicate(), *couplings, rd.Fuse("add"), nn.Linear(8, 3)]
     chain = rd.Chain(units, backward="offload-save").double()
     other = copy.deepcopy(chain)
@@ -104,18 +105,18 @@ def test_saved_operations_wait_on_the_host_as_well(made):
     for _ in range(2):
         grads, true = train(chain, 0, 1), train(other, 0, 1)
         assert all(worst_error(*pair) <= 1e-12 for pair in zip(grads, true, strict=True))
-    for coupling in couplings:
-        coupling.f.runs.clear()
+    for body in bodies:
+        body.runs.clear()
     loss = weigh(chain(inputs()))
     waiting = all_waiting(made[-1])[::-1][2:7]  # of the couplings
-    saved = [coupling.f.runs[0] for coupling in couplings]
+    saved = [body.runs[0] for body in bodies]
     for own, output in zip(waiting, saved, strict=True):
         assert [tensor.shape[-1] for tensor in own.host] == [8, 16]
         assert torch.equal(own.host[1].view_as(output), output)
     alive = [ref(output.untyped_storage()) for output in saved]
     del saved, output
-    for coupling in couplings:
-        coupling.f.runs.clear()
+    for body in bodies:
+        body.runs.clear()
     assert [own() is None for own in alive] == [True] * 5, "two units above are still leaving"
     loss.backward()
 

@@ -307,6 +307,8 @@ def test_save_and_functional_softmax_attention():
 class Block(nn.Module):
     """Residual block whose last product no gradient needs, and some that something else needs."""
 
+    seen: torch.Tensor
+
     def __init__(self, kind="plain"):
         super().__init__()
         self.kind = kind

@@ -1,5 +1,7 @@
 """Counters of bytes: those of a GPU ask for the GPU of the tensors, not the current one."""
 
+import gc
+
 import pytest
 import torch
 
@@ -25,11 +27,13 @@ def test_it_counts_on_the_gpu_of_the_tensors(monkeypatch):
     stub("synchronize", iter(()))
     stub("reset_peak_memory_stats", iter(()))
     with counting(other, [weight]) as meter:
+        assert not gc.isenabled(), "memory of before would be freed"
         assert meter.bytes == 30
         assert meter.moment == 1
         (2 * weight).sum().backward()  # 20 bytes, which do not count
         assert meter.peak_without(()) == 75
         assert weight.grad is not None
+    assert gc.isenabled()
     assert {device for _, device in asked} == {other}
     assert {name for name, _ in asked} == {*NAMES}
 
