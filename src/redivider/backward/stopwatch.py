@@ -29,7 +29,7 @@ class Stopwatch:
         if self._on_gpu:
             torch.cuda.synchronize()
             if self._ahead:
-                spin(int(2 * self._host * CLOCK))
+                spin(int(1.5 * self._host * CLOCK))
             start, end = timer(), timer()
             start.record()
         began = time.perf_counter()

@@ -38,7 +38,7 @@ from redivider.replay import Call
 from redivider.replay.autocast import uncached_casts
 from redivider.tree import map_tensors, tensors_of
 
-NUM_TIMED = 5  # runs, of which the median counts
+NUM_TIMED = 3  # runs, of which the median counts
 NUM_WARM = 2  # runs before them
 NUM_IN_ROW = 3  # equal couplings in a row that is timed
 REVERSED = ("reverse", "overlap", "save")

@@ -252,19 +252,17 @@ def plan(
     else:
         names, problem = measure_blocks(model, x, side, loss, is_captured=capture)
         names.append("the head and the loss")
-    # By bytes, which are the same in every measurement, while times differ.
-    least = solve(problem.by_bytes(), find_least(problem)) or []
     limit, note = budget - int(margin * budget), ""
     # The second plan is for less than the first one, and the third takes as little as possible.
     for _ in range(3):
-        choices = cheapest(problem, limit) or least
+        choices = cheapest(problem, limit) or smallest(problem)
         units = list(_planned(problem, choices, names))
         measured = measure_step(model, _backward(model, units), x, loss, **side)
         if measured <= budget:
             cost_unit = "FLOPs" if device is None else "seconds"
             return Plan(units, budget, measured, cost_unit, note, model)
         predicted = max(unit.peak for unit in units)
-        if choices == least:
+        if choices == smallest(problem):
             break
         limit = 0 if note else budget - (measured - predicted)
         note = f"made again, as a first plan took {format_bytes(measured - budget)} too much"
@@ -288,6 +286,14 @@ def cheapest(problem: Problem, memory: int) -> list[int] | None:
         return choices
     pairs = zip(problem.units, exact.units, others, strict=True)
     return [own.index(options[choice]) for own, options, choice in pairs]
+
+
+def smallest(problem: Problem) -> list[int]:
+    """Return the index of the option of every unit, in a plan for the smallest budget."""
+    # By bytes, which are the same in every measurement, while times differ.
+    choices = solve(problem.by_bytes(), find_least(problem))
+    assert choices is not None
+    return choices
 
 
 def cost_of(problem: Problem, choices: Sequence[int]) -> float:
