@@ -109,9 +109,9 @@ def has_grad_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def get_saved_tensors_hooks() -> Any:
-    """Return the pair of hooks that see the tensors that graphs save, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+def has_saved_tensors_hooks() -> bool:
+    """Return whether hooks see the tensors that graphs save, as those of torch's checkpoint do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def default_store() -> Any:

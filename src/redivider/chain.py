@@ -280,7 +280,7 @@ def _run_units(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
                     x = (keeping.run or unit)(x, **keywords)
                 else:
                     x = keep_input(name, unit, (x,), keywords, keeping, exact=exact)
-            for keeper in keepers if keeping.keeper is None else ():
+            for keeper in keepers - {keeping.keeper}:
                 keeper.skip()
             hint = ""
         if row is not None:

@@ -29,6 +29,11 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return tree and type(tree)([map_tensors(function, item) for item in tree])
 
 
+def as_leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor without its history, of which a backward would free the graph."""
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+
+
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
     """Return the storages of all dense tensors of a nested structure, in order."""
     return [x.untyped_storage() for x in tensors_of(tree) if x.layout is torch.strided]

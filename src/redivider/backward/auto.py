@@ -1,9 +1,10 @@
 """`backward="auto"`: the faster one of "reverse" and "overlap", timed once for every row and shape.
 
 When a row of couplings first sees inputs of a shape, its first couplings run forward and backward
-a few times by both strategies. This leaves no trace: gradients are dropped, buffers and random
-state are restored. Before a capture (gpu/capture.py) the host runs ahead of the device in these
-runs, because a captured step does not wait for it. On the CPU the choice is "reverse".
+a few times by both strategies. Gradients are dropped, buffers and random state are restored; hooks
+inside of f and of weights see these runs. Before a capture (gpu/capture.py) the host runs ahead of
+the device in them, because a captured step does not wait for it. On the CPU the choice is
+"reverse".
 """
 
 import logging
@@ -11,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from math import inf
 from statistics import median
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from redivider._torch_private import get_saved_tensors_hooks
+from redivider._torch_private import has_saved_tensors_hooks
 from redivider.arithmetic import Arithmetic
 from redivider.backward.mailbox import Mailbox
 from redivider.backward.row import Row
@@ -26,7 +28,7 @@ from redivider.backward.strategy import Keeping, begin_pass, resolve_strategy
 from redivider.coupling import Coupling, Streams
 from redivider.replay.call import is_sharded, unhooked_graph
 from redivider.replay.copies import buffers_to_spend
-from redivider.tree import tensors_of
+from redivider.tree import as_leaf, map_tensors, tensors_of
 
 logger = logging.getLogger("redivider.auto")  # a documented name, not that of this module
 
@@ -63,7 +65,7 @@ class Auto:
         couplings: list[Any] = [unit for _, unit in units]
         choice, name = "reverse", units[0][0]
         if _may_overlap(couplings, streams):
-            key = name, couplings[0].training, _describe(streams, sides)
+            key = name, couplings[0].training, type(arithmetic), _describe(streams, sides)
             if key not in self.choices and not _is_capturing():
                 times = time_row(couplings, streams, sides, arithmetic)
                 self.choices[key] = faster(times)
@@ -89,6 +91,7 @@ def before_capture() -> Iterator[None]:
 
 
 _is_before_capture = False
+_lock = Lock()  # a second thread would save buffers that the first one spends
 
 
 def faster(times: dict[str, float]) -> str:
@@ -106,8 +109,8 @@ def time_row(
 
     Where memory is too short for "overlap", its time is infinite.
     """
-    couplings = couplings[:NUM_COUPLINGS]
-    device = streams[0].device
+    couplings, device = couplings[:NUM_COUPLINGS], streams[0].device
+    sides = [map_tensors(as_leaf, side) for side in sides[:NUM_COUPLINGS]]
     weights = [p for coupling in couplings for p in coupling.parameters() if p.requires_grad]
 
     def run(strategy: str) -> None:
@@ -116,7 +119,7 @@ def time_row(
         a, b = (tensor.detach().requires_grad_() for tensor in streams)
         wanted: list[Any] = [get_gradient_edge(a), get_gradient_edge(b), *weights]
         a, b = row.enter((a, b), drift_tolerance=None)
-        for coupling, side in zip(couplings, sides, strict=False):
+        for coupling, side in zip(couplings, sides, strict=True):
             a, b = row.couple(coupling, a, b, side)
         grads = torch.ones_like(a), torch.ones_like(b)
         torch.autograd.grad((a, b), wanted, grads, allow_unused=True)
@@ -126,10 +129,11 @@ def time_row(
 
     watches = {strategy: make_watch() for strategy in CANDIDATES}
     # The hooks of torch's checkpoint around the chain must not see these graphs.
-    hooks = unhooked_graph() if get_saved_tensors_hooks() is not None else nullcontext()
+    hooks = unhooked_graph() if has_saved_tensors_hooks() else nullcontext()
     modules = [module for coupling in couplings for module in coupling.modules()]
-    gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus), buffers_to_spend(modules), hooks, torch.enable_grad():
+    gpu = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    rng = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with _lock, gpu, rng, buffers_to_spend(modules), hooks, torch.enable_grad():
         for _ in range(NUM_WARM + NUM_TIMED):  # in turns: the clock of a GPU changes over time
             for strategy in CANDIDATES:
                 if strategy in watches and not _fits(watches[strategy], strategy):
@@ -159,9 +163,13 @@ def _describe(streams: Streams, sides: Sequence[dict[str, Any]]) -> Any:
 
 
 def _may_overlap(couplings: Sequence[nn.Module], streams: Streams) -> bool:
-    """Return whether a row could overlap: on a GPU, with all weights in its memory."""
-    modules = (module for coupling in couplings for module in coupling.modules())
-    return streams[0].is_cuda and len(couplings) > 1 and not is_sharded(modules)
+    """Return whether a row could overlap: on a GPU, with all weights in its memory.
+
+    A rank may time a row alone, so nothing inside may wait for other ranks.
+    """
+    modules = [module for coupling in couplings for module in coupling.modules()]
+    waits = is_sharded(modules) or any(isinstance(module, nn.SyncBatchNorm) for module in modules)
+    return streams[0].is_cuda and len(couplings) > 1 and not waits
 
 
 def _is_capturing() -> bool:

@@ -33,8 +33,6 @@ class Kept(ABC):
     """Scheduler that prepares units before their turn, if there is one."""
     saving: "Saving | None" = None
     """Outputs of operations that are not run again, if there are any."""
-    recovers = False
-    """True if the second run is for its values, too, and not for gradients alone."""
     is_compiled = False
     """True if the module that runs again is compiled, into one autograd node."""
 
@@ -72,9 +70,7 @@ class Kept(ABC):
 
     def again(self, outputs: Sequence[Tensor]) -> Callable[..., Any] | None:
         """Return a function that runs the module again, if not the module itself."""
-        return (
-            None if self.saving is None else self.saving.replay(outputs, for_values=self.recovers)
-        )
+        return None if self.saving is None else self.saving.replay(outputs)
 
     def apply(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the unit as a node of the caller's graph."""
@@ -140,7 +136,7 @@ class Keeper(Protocol):
         """Return the state of a module whose first tensors are its inputs."""
 
     def skip(self) -> None:
-        """Note that a unit has run whose inputs are kept in another way."""
+        """Note that a unit has run whose inputs something else keeps."""
 
 
 def keep_input(

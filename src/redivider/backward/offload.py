@@ -89,6 +89,11 @@ class Offload:
     _leaving_by_stream: ClassVar[dict[Any, deque[Callable[[], Waiting | None]]]] = {}
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                'backward="offload" keeps inputs on the host, which a captured step cannot do; use '
+                '"checkpoint" or "reverse"'
+            )
         self._device = device
         self._lanes = self._make_lanes()
         self._leaving = self._get_leaving()

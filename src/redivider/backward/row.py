@@ -224,8 +224,6 @@ def _ordered(x: Tensor) -> Tensor:
 class _KeptNothing(Kept):
     """State of a coupling that recovers its input from its output."""
 
-    recovers = True
-
     def __init__(self, row: Row, index: int, call: Call) -> None:
         self.name = row.names[index]
         keeping = row.keepings[index]

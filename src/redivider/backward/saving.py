@@ -4,12 +4,8 @@ Fused attention is kept without a mark: its output, logsumexp and random state. 
 other tensor. All else runs again.
 
 In eager mode the first run of a module notes these outputs, by operator and number, and the second
-run receives them instead of running the operators. It also notes what follows the last tensor that
-its graph saves. If the second run is for gradients alone, matrix products in this tail, such as the
-last one of a transformer's block, return memory that nobody reads.
-
-In compiled code no operator can be seen: there torch's own selective checkpointing keeps the same
-tensors (compile.py), and marks are operators.
+run receives them instead of running the operators. In compiled code no operator can be seen: there
+torch's own selective checkpointing keeps the same tensors (compile.py), and marks are operators.
 """
 
 from collections import Counter
@@ -21,15 +17,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from redivider._torch_private import (
-    TorchDispatchMode,
-    compiled_call,
-    get_saved_tensors_hooks,
-    has_forward_hooks,
-)
+from redivider._torch_private import TorchDispatchMode, compiled_call
 from redivider.backward.strategy import Keeping, Strategy
 from redivider.coupling import Coupling
 from redivider.errors import UnitError
@@ -100,11 +90,8 @@ class Saving:
                 "chain.compile()"
             )
         self._module = call.module
-        # Hooks inside of the module may read the result of any operation.
-        self._is_seen = any(has_forward_hooks(module) for module in call.modules)
         call.first = self.record
         self._outputs: dict[_Place, tuple[Any, _States]] = {}
-        self._unread: dict[_Place, _Geometry] = {}  # results of products that no gradient needs
         self._tensors: list[Tensor] = []
 
     @property
@@ -115,11 +102,8 @@ class Saving:
     def record(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module for the first time."""
         recorder = _Recorder()
-        hooks = saved_tensors_hooks(recorder.tail.restart, Tensor.detach)
-        with pushed(_recorders, recorder), recorder, hooks:
+        with pushed(_recorders, recorder), recorder:
             result = self._module(*args, **kwargs)
-        if not self._is_seen:
-            self._unread = recorder.tail.find_unread()
         for place, operation in recorder.kept.items():
             output = operation.read()
             self._tensors += tensors_of(output)
@@ -131,13 +115,8 @@ class Saving:
         tensors, self._tensors = self._tensors, []
         return tensors
 
-    def replay(self, tensors: Sequence[Tensor], *, for_values: bool) -> Callable[..., Any]:
-        """Return a function that runs the module again, with the tensors that were saved.
-
-        Args:
-            tensors: Those that `take` has returned.
-            for_values: Whether the values of the output are needed, not just its graph.
-        """
+    def replay(self, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+        """Return a function that runs the module again, with the tensors that were saved."""
         following = iter(tensors)
         kept = {
             place: (map_tensors(lambda _: next(following), output), states)
@@ -145,7 +124,7 @@ class Saving:
         }
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _Player(kept, {} if for_values else self._unread):
+            with _Player(kept):
                 return self._module(*args, **kwargs)
 
         return run
@@ -161,15 +140,6 @@ class _Place(NamedTuple):
 
     operator: Any
     number: int
-
-
-class _Geometry(NamedTuple):
-    """Place of the values of a tensor in memory."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class _Operation:
@@ -222,36 +192,6 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
 
-class _Tail:
-    """Operations since the graph of a run has last saved a tensor."""
-
-    def __init__(self) -> None:
-        # None for results that others than the graph may read.
-        self._results: dict[_Place, _Geometry | None] = {}
-
-    def restart(self, tensor: Tensor) -> Tensor:
-        """Begin anew, as the graph saves a tensor; this is a hook of saved tensors."""
-        detached = tensor.detach()  # a saved output would otherwise keep its own graph alive
-        self._results.clear()  # of this very operation, too
-        return detached
-
-    def append(self, place: _Place, output: Any) -> None:
-        """Add an operation."""
-        # Inside of an autograd function there is no grad mode, and inside of `save_on_cpu` there
-        # are other hooks: both may keep tensors that this hook does not see.
-        hooks = get_saved_tensors_hooks()
-        sees_all = torch.is_grad_enabled() and hooks is not None and hooks[0] == self.restart
-        is_read = place.operator._schema.is_mutable or not isinstance(output, Tensor)
-        self._results[place] = None if is_read or not sees_all else _geometry_of(output)
-
-    def find_unread(self) -> dict[_Place, _Geometry]:
-        """Return the matrix products whose results have no effect on gradients."""
-        known = {place: result for place, result in self._results.items() if result is not None}
-        if len(known) < len(self._results):
-            return {}
-        return {place: known[place] for place in known if place.operator.overloadpacket in PRODUCTS}
-
-
 class _Recorder(_Counting):  # type: ignore[no-untyped-call]
     """Dispatch mode that keeps outputs of attention, and of operations whose results are marked."""
 
@@ -260,7 +200,6 @@ class _Recorder(_Counting):  # type: ignore[no-untyped-call]
         self.kept: dict[_Place, _Operation] = {}
         # By address of a storage: the storage, and the operation that allocated it.
         self._makers: dict[int, tuple[ref[torch.UntypedStorage], _Operation]] = {}
-        self.tail = _Tail()
 
     def run(self, place: _Place, args: Any, kwargs: dict[str, Any]) -> Any:
         is_random = torch.Tag.nondeterministic_seeded in place.operator.tags
@@ -280,7 +219,6 @@ class _Recorder(_Counting):  # type: ignore[no-untyped-call]
                 self._makers[storage._cdata] = ref(storage), operation
             if place.operator.overloadpacket in FUSED_ATTENTION:
                 self.kept[place] = operation
-        self.tail.append(place, output)
         return output
 
     def mark(self, x: Tensor) -> None:
@@ -294,18 +232,13 @@ class _Recorder(_Counting):  # type: ignore[no-untyped-call]
 
 
 class _Player(_Counting):  # type: ignore[no-untyped-call]
-    """Dispatch mode that returns outputs that were kept, and empty ones that nobody reads."""
+    """Dispatch mode that returns outputs that were kept."""
 
-    def __init__(
-        self, kept: dict[_Place, tuple[Any, _States]], unread: dict[_Place, _Geometry]
-    ) -> None:
+    def __init__(self, kept: dict[_Place, tuple[Any, _States]]) -> None:
         super().__init__()
-        self._kept, self._unread = kept, unread
+        self._kept = kept
 
     def run(self, place: _Place, args: Any, kwargs: dict[str, Any]) -> Any:
-        if place in self._unread:
-            size, stride, dtype, device = self._unread[place]
-            return torch.empty_strided(size, stride, dtype=dtype, device=device)
         if place not in self._kept:
             return place.operator(*args, **kwargs)
         output, states = self._kept[place]
@@ -315,10 +248,6 @@ class _Player(_Counting):  # type: ignore[no-untyped-call]
 
 
 _recorders: list[_Recorder] = []  # of the runs that are under way, one inside of the other
-
-
-def _geometry_of(tensor: Tensor) -> _Geometry:
-    return _Geometry(tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device)
 
 
 def _get_states(args: Any, kwargs: dict[str, Any]) -> _States:

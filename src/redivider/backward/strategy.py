@@ -90,11 +90,6 @@ class Strategy:
         device = _gpu_of(x) if self.offloads else None
         if device is None:
             return None
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                'backward="offload" keeps inputs on the host, which a captured step cannot do; use '
-                '"checkpoint" or "reverse"'
-            )
         from redivider.backward.offload import Offload
 
         return Offload(device)
@@ -147,10 +142,18 @@ def resolve_strategies(backward: str | Sequence[str], num_units: int) -> list[St
 
 def begin_pass(strategies: Sequence[Strategy], units: Iterable[nn.Module], x: Any) -> list[Keeping]:
     """Return what every unit keeps in a pass on x."""
-    helpers = {own: (own.make_overlap(x), own.make_keeper(x)) for own in dict.fromkeys(strategies)}
+    kinds = dict.fromkeys(strategies)
+    overlaps = {own: own.make_overlap(x) for own in kinds}
+    # Tensors of all units that wait on the host leave and return in one order.
+    makers = {(own.offloads, own.compresses): own for own in kinds}
+    keepers = {kind: own.make_keeper(x) for kind, own in makers.items()}
     pairs = list(zip(strategies, units, strict=True))
     keepings = [
-        Keeping(own.coupling if isinstance(unit, Coupling) else own.junction, *helpers[own])
+        Keeping(
+            own.coupling if isinstance(unit, Coupling) else own.junction,
+            overlaps[own],
+            keepers[own.offloads, own.compresses],
+        )
         for own, unit in pairs
     ]
     if any(own.saves or own.trims for own in strategies):

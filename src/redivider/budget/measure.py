@@ -371,7 +371,7 @@ def _inside(
     if not saving.num_tensors:  # then it would be as "reverse" or "checkpoint"
         return [], 0.0
     with torch.no_grad(), counting_flops() as counter:
-        saving.replay(saving.take(), for_values=part.couples)(*args, **part.side)
+        saving.replay(saving.take())(*args, **part.side)
     offloads = device is not None and not part.is_captured
     return ["save", *["offload-save"] * offloads], float(counter.get_total_flops())
 

@@ -70,7 +70,7 @@ class _Allocator:
 def counting(device: torch.device | None, weights: Sequence[Tensor] = ()) -> Iterator[Meter]:
     """Count the bytes that are allocated inside, by CUDA's allocator or by torch's operations.
 
-    Garbage of before would count as freed, so it stays until afterwards.
+    On a GPU garbage of before would count as freed, so it stays until afterwards.
 
     Args:
         device: The GPU; None for the CPU.

@@ -27,7 +27,7 @@ from redivider.checks.size import parse_bytes
 from redivider.convert.reversible import blocks_of, set_strategies, strategies_of
 from redivider.errors import require
 from redivider.files import atomic_write
-from redivider.tree import tensors_of
+from redivider.tree import as_leaf, map_tensors, tensors_of
 
 MARGIN = 0.03  # of the memory of a GPU, for its allocator
 
@@ -242,6 +242,7 @@ def plan(
         ValueError: If no plan fits; it says how much is needed, and by which unit.
     """
     _verify(model, x, side)
+    x, side = map_tensors(as_leaf, (x, side))
     device = gpu_of((x, side))
     budget = _free(model, device) if memory is None else parse_bytes(memory)
     margin = 0.0 if device is None else MARGIN

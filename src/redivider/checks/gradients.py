@@ -11,7 +11,7 @@ from redivider.checks.report import Errors, verify_chain, widen
 from redivider.checks.restore import restored, running_by
 from redivider.errors import UnitError
 from redivider.replay.autocast import is_autocast_enabled
-from redivider.tree import tensors_of
+from redivider.tree import as_leaf, map_tensors, tensors_of
 
 GRADIENT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3}
 
@@ -32,6 +32,7 @@ def check_gradients(
         **side: Its keywords.
     """
     verify_chain(chain)
+    x, side = map_tensors(as_leaf, (x, side))
     leaves = tensors_of((x, side))
     wanted = {f"input {i}": leaf for i, leaf in enumerate(leaves) if leaf.requires_grad}
     wanted |= {name: param for name, param in chain.named_parameters() if param.requires_grad}

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from redivider.chain import Chain
-from redivider.replay.copies import buffers_to_spend
 
 
 @contextmanager
@@ -20,6 +19,11 @@ def restored(module: nn.Module, *, checks_drift: bool = False) -> Iterator[None]
         checks_drift: Whether every step inside checks for drift, if some do outside; otherwise
             none does. Only a chain on a grid may warn of it.
     """
+    # A run may create a buffer, or replace one by another tensor.
+    buffers = [(child, dict(child._buffers)) for child in module.modules()]
+    values = {buffer: buffer.clone() for buffer in module.buffers()}
+    devices = {parameter.device for parameter in module.parameters()}
+    devices = {device for device in devices if device.type not in ("cpu", "meta")}
     chains = [
         (child, (child.check_every, child.drift_tolerance, child._num_steps))
         for child in module.modules()
@@ -28,14 +32,20 @@ def restored(module: nn.Module, *, checks_drift: bool = False) -> Iterator[None]
     for chain, (check_every, _, _) in chains:
         chain.check_every = int(checks_drift and check_every > 0)
         chain.drift_tolerance = inf
-    devices = {parameter.device for parameter in module.parameters()}
-    devices = {device for device in devices if device.type not in ("cpu", "meta")}
-    try:
-        with torch.random.fork_rng(devices), buffers_to_spend([*module.modules()]):
+    with torch.random.fork_rng(devices):
+        try:
             yield
-    finally:
-        for chain, values in chains:
-            chain.check_every, chain.drift_tolerance, chain._num_steps = values
+        finally:
+            for chain, values_of_chain in chains:
+                chain.check_every, chain.drift_tolerance, chain._num_steps = values_of_chain
+            for child, originals in buffers:
+                child._buffers.clear()
+                child._buffers.update(originals)
+            with torch.no_grad():
+                for buffer, value in values.items():
+                    if buffer.is_meta or torch.equal(buffer, value):
+                        continue  # a write would raise its version, and count as a change
+                    buffer.copy_(value)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 @contextmanager
 def buffers_to_spend(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Replace buffers by copies inside; the originals keep their values and versions."""
-    originals = [(module, dict(module._buffers)) for module in modules if module._buffers]
+    originals = [(module, dict(module._buffers)) for module in modules]
     copies: dict[Tensor | None, Tensor | None] = {None: None}  # modules may share a buffer
     for module, buffers in originals:
         for name, buffer in buffers.items():

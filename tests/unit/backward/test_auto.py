@@ -3,7 +3,10 @@
 import copy
 import logging
 import pickle
+import threading
+import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,13 +122,18 @@ def test_overlap_is_not_taken_where_memory_is_short(clock, monkeypatch):
 
 
 class Counting(nn.Module):
-    """Layer with a buffer that every run changes, random numbers, and a keyword."""
+    """Layer with buffers that every run changes, random numbers, and a keyword."""
+
+    runs: torch.Tensor
 
     def __init__(self):
         super().__init__()
         self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 8)
 
     def forward(self, x, shift=None):
+        if not hasattr(self, "runs"):
+            self.register_buffer("runs", torch.zeros(()))
+        self.runs += 1
         y = self.linear(nn.functional.dropout(self.norm(x), 0.3, self.training))
         return y if shift is None else y + shift
 
@@ -140,16 +148,19 @@ def counting_chain(backward):
     return rd.Chain([nn.Linear(6, 8), rd.Duplicate(), *units, rd.Fuse()], backward=backward)
 
 
-def train(chain, *, with_checkpoint=False, autocast=False):
+def train(chain, *, with_checkpoint=False, autocast=False, tied=False):
     """Return losses, gradients and buffers after two steps, and the next random number."""
     torch.manual_seed(4)
     shift = torch.rand(1, 8, requires_grad=True)
     results: list[Any] = []
     for _ in range(2):
         x = torch.randn(5, 6, requires_grad=True)
+        if tied:
+            shift = chain[2].f.linear.weight.square().mean(0, keepdim=True)
+            shift.retain_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             if with_checkpoint:
-                y = checkpoint(lambda x: chain(x, shift=shift), x, use_reentrant=False)
+                y = checkpoint(chain, x, shift=shift, use_reentrant=False)
             else:
                 y = chain(x, shift=shift)
         weigh(y).backward()
@@ -159,13 +170,42 @@ def train(chain, *, with_checkpoint=False, autocast=False):
 
 
 @pytest.mark.parametrize("arithmetic", ["float", "fixed"])
-@pytest.mark.parametrize("options", [{}, {"with_checkpoint": True}, {"autocast": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"with_checkpoint": True}, {"autocast": True}, {"tied": True}], ids=str
+)
 def test_timing_leaves_no_trace(clock, options, arithmetic):
     chain, other = counting_chain("auto"), counting_chain("reverse")
     chain.arithmetic = other.arithmetic = arithmetic
     results = zip(train(chain, **options), train(other, **options), strict=True)
     assert all(torch.equal(*pair) for pair in results)
     assert len(clock.calls) >= 14
+
+
+def test_rows_that_wait_for_other_ranks_are_not_timed():
+    streams: Any = (SimpleNamespace(is_cuda=True),)
+    row = couplings(2)
+    assert auto._may_overlap(row, streams)
+    row[1].f = nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8))
+    assert not auto._may_overlap(row, streams)
+
+
+def test_threads_time_in_turns(clock, monkeypatch):
+    """Each would restore buffers that the other one spends."""
+    row = [rd.Coupling(nn.BatchNorm1d(8)) for _ in range(2)]
+    originals = [dict(module._buffers) for coupling in row for module in coupling.modules()]
+    monkeypatch.setattr(Clock, "__call__", lambda self, strategy: time.sleep(0.01))
+    monkeypatch.setattr(auto, "median", lambda values: 1.0)
+    streams = torch.randn(4, 8), torch.randn(4, 8)
+    arguments: Any = row, streams, [{}, {}], rd.Chain(row).arithmetic
+    threads = [threading.Thread(target=time_row, args=arguments) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.005)  # the others begin and end in the middle of this one
+    for thread in threads:
+        thread.join()
+    buffers = [module._buffers for coupling in row for module in coupling.modules()]
+    pairs = zip(buffers, originals, strict=True)
+    assert all(own[name] is buffer for own, before in pairs for name, buffer in before.items())
 
 
 def test_frozen_rows_and_plain_inputs_are_timed(clock):

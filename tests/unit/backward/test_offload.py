@@ -159,17 +159,19 @@ def test_only_the_last_inputs_stay_on_the_device(made):
     assert all(w.device is None and w.host is None for w in waiting)
 
 
-def test_nothing_stays_on_the_device_below_units_that_keep_something_else(made):
+@pytest.mark.parametrize("above", ["checkpoint", "store", "compress"])
+def test_nothing_stays_on_the_device_below_units_that_keep_something_else(made, above):
     chain = network(2)
     chain.backward = "store"
     other = copy.deepcopy(chain)
-    chain.backward = ["offload"] * 3 + ["offload-save"] * 2 + ["checkpoint"] * 3
+    chain.backward = ["offload"] * 3 + ["offload-save"] * 2 + [above] * 3
     loss = weigh(chain(inputs()))
     waiting = [own for offload in made for own in all_waiting(offload)]
     assert len(waiting) == 5 and all(own.device is None for own in waiting)
     loss.backward()
     chain.zero_grad()
-    assert worst_error(train(chain)[0], train(other)[0]) <= 1e-12
+    if above != "compress":
+        assert worst_error(train(chain)[0], train(other)[0]) <= 1e-12
 
 
 def test_units_without_a_backward_send_nothing(made):

@@ -52,6 +52,25 @@ def test_check_gradients_takes_keywords_and_pairs():
     assert {"input 0", "input 1", "input 2"} < set(report.errors)
 
 
+def test_keywords_may_be_made_of_the_weights():
+    layers = [MLP(8) for _ in range(2)]
+
+    class Shifted(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x, shift):
+            return self.layer(x) + shift
+
+    chain = rd.Chain([rd.Coupling(Shifted(layer), takes=("shift",)) for layer in layers]).double()
+    streams = torch.randn(4, 8).double(), torch.randn(4, 8).double()
+    shift = layers[0].get_parameter("1.weight").square().sum(0)
+    rd.check_gradients(chain, streams, shift=shift)
+    rd.plan(chain, streams, memory="1MiB", shift=shift)
+    shift.sum().backward()  # its graph is still there
+
+
 class Moody(nn.Module):
     """Layer that is another function at every call."""
 
@@ -273,6 +292,38 @@ class Cached(nn.Module):
         if self.cache is None or self.cache.shape != a.shape:
             self.cache = torch.ones_like(a)
         return self.linear(a) * self.cache
+
+
+class Averaging(nn.Module):
+    """Layer that makes a buffer when it runs, and writes to another one through a view."""
+
+    rows: torch.Tensor
+    mean: torch.Tensor
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("rows", torch.zeros(2, width))
+        self.first = [self.rows[0]]
+
+    def forward(self, a):
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(()))
+        with torch.no_grad():
+            self.first[0].lerp_(a.mean(0), 0.1)
+        return self.linear(a)
+
+
+def test_checks_and_plans_leave_no_buffer_behind():
+    chain = vector_chain(Averaging, 2, backward="reverse")
+    x = torch.randn(5, 6)
+    for check in (rd.check_reversible, rd.measure_memory, partial(rd.plan, memory="1GiB")):
+        check(chain, x)
+        layers = [layer for layer in chain.modules() if isinstance(layer, Averaging)]
+        assert len(layers) == 2
+        for layer in layers:
+            assert [*layer._buffers] == ["rows"]
+            assert not layer.rows.any()
 
 
 def test_buffers_that_are_made_on_the_way_are_gone_again():
