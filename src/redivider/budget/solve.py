@@ -13,8 +13,10 @@ Dynamic programming from the bottom: a state is what later units need to know of
 a front has the partial plans of a state of which none holds fewer bytes at no more cost than
 another. Lagrange multipliers bound what the remaining units cost at least, and give plans for them.
 The cheapest complete plan so far and the bounds discard nearly all partial plans. A first search
-keeps a few of them, and the second one is exact. It extends plans by several units at a time, as
-equal units have few sums of bytes and costs.
+keeps a few of them per state; a second one is exact where a front has few; a third one is exact up
+to NUM_MOST. These extend plans by several units at a time, as equal units have few sums of bytes
+and costs. Units that all differ may have more partial plans than that. Then the best plan of the
+last search is taken.
 """
 
 from bisect import bisect_right
@@ -30,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-WIDTHS = (5, 512)  # partial plans to keep per state in the first search, and if there are many
-NUM_MANY = 2048  # partial plans per state
+WIDTHS = (5, 512, 4096)  # partial plans to keep per state, in the searches, if there are many
+NUM_MANY, NUM_MOST = 2048, 16384  # partial plans per state
 NUM_STEPS = 8  # per state, at which a block of units is complete
 NUM_PRICES = 6  # that are tried
 PRICES = (1.0, 0.0, 0.97, 1.03)  # of bounds, in units of that at which the memory is used up
@@ -188,9 +190,15 @@ def solve(problem: Problem, memory: int) -> list[int] | None:
     if find_least(problem) > memory:
         return None
     bounds = _make_bounds(problem, memory)
-    most = _estimate(problem, memory, bounds)
-    choices, most = _search(problem, memory, bounds, most, WIDTHS[1])
-    return choices or _search(problem, memory, bounds, most)[0]
+    found = Found(None, _estimate(problem, memory, bounds))
+    for width, num_many in ((WIDTHS[1], NUM_MANY), (WIDTHS[2], NUM_MOST)):
+        found, is_exact = _search(problem, memory, bounds, found, width, num_many)
+        if is_exact:
+            break
+    if found.choices is None:  # the plan of the estimate was among those that were not kept
+        found, _ = _search(problem, memory, bounds, Found(None, inf), WIDTHS[1], NUM_MANY)
+    assert found.choices is not None
+    return found.choices[:-1]  # without the end
 
 
 def find_least(problem: Problem) -> int:
@@ -237,6 +245,15 @@ class Bounds(NamedTuple):
     """Above none of the units, and above every unit."""
     slack: float
     """Cost that rounding may add."""
+
+
+class Found(NamedTuple):
+    """The cheapest plan so far."""
+
+    choices: list[int] | None
+    """None if only its cost is known."""
+    most: float
+    """Its cost, and what rounding may add."""
 
 
 def _estimate(problem: Problem, memory: int, bounds: Bounds) -> float:
@@ -301,12 +318,19 @@ def _join(
 
 
 def _search(
-    problem: Problem, memory: int, bounds: Bounds, most: float, width: int | None = None
-) -> tuple[list[int], float]:
-    """Return the cheapest plan, which costs at most `most`, and its cost.
+    problem: Problem, memory: int, bounds: Bounds, found: Found, width: int, num_many: int
+) -> tuple[Found, bool]:
+    """Return the cheapest plan, and whether no partial plan was dropped that may lead to it.
 
-    If there are many partial plans, keep a number per state, if it is set, and return no plan.
+    Args:
+        problem: The problem.
+        memory: Bytes that a plan may take.
+        bounds: Plans for the units above every state.
+        found: The cheapest plan so far.
+        width: Number of partial plans to keep per state, if there are many.
+        num_many: How many that is.
     """
+    choices_found, most = found
     price, prices = bounds.prices[0], _tensor(bounds.prices)[:-1, None]
     # Whether a partial plan is in every state, the bytes that it holds, and its cost.
     front, label = _tensor([[1], [0], [0]]), torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -314,7 +338,7 @@ def _search(
     is_exact = True
     below = {(-1, frozenset[Key]()): 0.0}  # least cost and priced bytes of the units below
     block = {state: [Step((), state, 0, 0, 0)] for state in below}
-    for steps, rests in zip(problem.steps, bounds.rests[1:], strict=True):
+    for index, (steps, rests) in enumerate(zip(problem.steps, bounds.rests[1:], strict=True)):
         limit = most + price * memory
         for state, lower in block.items():
             limits = {after: limit - below[state] - rests[after][0].value for after in rests}
@@ -341,11 +365,16 @@ def _search(
         table = _tensor([rests[state] for state in states]).index_select(0, above)
         values, peaks, more = table.permute(2, 1, 0)
         fits = torch.where(peaks + held <= memory, more + costs, inf)
-        most = min(most, float(fits.min()) + bounds.slack)
+        cost = float(fits.min())
+        if cost + bounds.slack < most or (choices_found is None and cost <= most):
+            number, place = divmod(int(fits.argmin()), len(kept))
+            first = _read([*layers, (choices, label, places.index_select(0, kept))], place)
+            rest = _follow(problem, bounds, index + 1, states[int(above[place])], number)
+            choices_found, most = first + rest, min(most, cost + bounds.slack)
         bound = costs + (values[:-1] + prices * (held - memory)).amax(0)
         keep = bound <= most
         keep[:-1] &= (costs[1:] > costs[:-1]) | (above[1:] > above[:-1])  # the last holds least
-        if width is not None and len(kept) > NUM_MANY * len(states):
+        if len(kept) > num_many * len(states):
             is_exact = False
             keep &= _thin(above, held, bound, width)
         keep = keep.nonzero().flatten()
@@ -361,7 +390,7 @@ def _search(
         ]
         below = dict(sorted(values, key=itemgetter(1), reverse=True))  # the least one is last
         block = {state: [Step((), state, 0, 0, 0)] for state in states}
-    return _read(layers) if is_exact else [], most
+    return Found(choices_found, most), is_exact
 
 
 def _thin(states: Tensor, held: Tensor, bound: Tensor, width: int) -> Tensor:
@@ -372,13 +401,25 @@ def _thin(states: Tensor, held: Tensor, bound: Tensor, width: int) -> Tensor:
     return bound <= best.scatter_reduce_(0, ranges, bound, "amin").index_select(0, ranges)
 
 
-def _read(layers: Sequence[Layer]) -> list[int]:
-    """Return the choices of the first plan."""
-    place, plan = 0, list[int]()
+def _read(layers: Sequence[Layer], place: int) -> list[int]:
+    """Return the choices of a partial plan."""
+    plan = list[int]()
     for choices, before, places in reversed(layers):
         step, place = divmod(int(places[place]), len(before))
         plan[:0] = choices[int(before[place])][step]
-    return plan[:-1]  # without the end
+    return plan
+
+
+def _follow(problem: Problem, bounds: Bounds, index: int, state: State, number: int) -> list[int]:
+    """Return the choices of a plan for the units above a state, and of the end."""
+    plan, price = list[int](), bounds.prices[number]
+    for steps, rests, above in zip(
+        problem.steps[index:], bounds.rests[index:], bounds.rests[index + 1 :], strict=False
+    ):
+        wanted = rests[state][number]
+        step = next(s for s in steps[state] if _is_below(s, above[s.state][number], wanted, price))
+        plan, state = [*plan, *step.numbers], step.state
+    return plan
 
 
 def _tabulate(
@@ -474,6 +515,12 @@ def _find_rests(problem: Problem, price: float) -> list[dict[State, Rest]]:
             longer[state] = Rest(*best)
         rows.append(rests := longer)
     return rows[::-1]
+
+
+def _is_below(step: Step, rest: Rest, longer: Rest, price: float) -> bool:
+    """Return whether a step and the plan above it are a longer plan of `_find_rests`."""
+    value = step.cost + max(price * step.need, price * step.held + rest.value)
+    return (value, max(step.need, step.held + rest.peak), step.cost + rest.cost) == longer
 
 
 def _tensor(values: Sequence[object]) -> Tensor:

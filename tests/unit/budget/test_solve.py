@@ -96,9 +96,26 @@ def test_it_is_exact_with_any_blocks_and_few_partial_plans(problem, data, num_st
     """Small problems are one block else, and have no front that is thinned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solver, "NUM_STEPS", num_steps)
-        patch.setattr(solver, "WIDTHS", (1, width))
+        patch.setattr(solver, "WIDTHS", (1, width, 4096))
         patch.setattr(solver, "NUM_MANY", width)
         check(problem, data)
+
+
+@given(problems(6), st.integers(0, 80), st.sampled_from([1, 8]), st.sampled_from([0, inf]))
+def test_a_plan_is_found_where_nearly_all_partial_plans_are_dropped(problem, memory, steps, first):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "NUM_STEPS", steps)
+        patch.setattr(solver, "WIDTHS", (1, 1, 1))
+        patch.setattr(solver, "NUM_MANY", 0)
+        patch.setattr(solver, "NUM_MOST", 0)
+        if first:
+            patch.setattr(solver, "_estimate", lambda *args: first)
+        choices = solve(problem, memory)
+    peaks = [peak_of(problem, plan) for plan in product(*problem.units)]
+    assert (choices is None) == (memory < min(peaks))
+    if choices is not None:
+        plan = tuple(own[choice] for own, choice in zip(problem.units, choices, strict=True))
+        assert peak_of(problem, plan) <= memory
 
 
 @given(problems(6), st.data(), st.sampled_from([1, 8]))
@@ -142,7 +159,7 @@ def rows_of_kinds(draw):
 def test_it_is_exact_for_units_of_few_kinds(problem, data, num_steps, width):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solver, "NUM_STEPS", num_steps)
-        patch.setattr(solver, "WIDTHS", (1, width))
+        patch.setattr(solver, "WIDTHS", (1, width, 4096))
         patch.setattr(solver, "NUM_MANY", width)
         check(problem, data)
 
