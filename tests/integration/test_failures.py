@@ -105,6 +105,41 @@ def test_an_error_of_all_is_raised_as_it_is_whoever_reports_it_first(tmp_path):
     assert launch(raise_alike, tmp_path) == [("ValueError", "all have this")] * 2
 
 
+def raise_in_other_words(rank):
+    """Raise an error on one rank, whose thread hears of it before the process goes on."""
+    team = Team(None, torch.device("cpu"), 60.0)
+    fail = team.watch.fail
+
+    def wait_until_heard():
+        while team.watch.heard is None:
+            time.sleep(0.01)
+
+    def fail_late():
+        wait_until_heard()
+        fail()
+
+    team.watch.fail = fail_late  # type: ignore[method-assign]
+    try:
+        with team.guarding():
+            try:
+                with team.guarding():
+                    if rank == 0:
+                        raise KeyError("terse")
+                    wait_until_heard()
+            except KeyError as error:
+                raise ValueError("in plain words") from error
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        team.watch.close()
+
+
+def test_an_error_that_is_known_may_be_said_in_other_words(tmp_path):
+    ours, theirs = launch(raise_in_other_words, tmp_path)
+    assert ours == ("ValueError", "in plain words")
+    assert theirs == ("PipelineError", "rank 0: KeyError: 'terse'")
+
+
 def test_stages_that_do_not_fit(tmp_path):
     messages = launch(_too_many, tmp_path, world_size=3)
     assert all("2 stages cannot be spread over 3 processes" in message for message in messages)

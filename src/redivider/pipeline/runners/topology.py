@@ -108,7 +108,10 @@ class Team:
             yield
             self.watch.raise_failure()
         except Exception as error:
-            if error is self._known or isinstance(error, Agreed):
+            known = self._known
+            # A caller may have said a known one in other words.
+            is_known = known is not None and known in (error, error.__cause__)
+            if is_known or isinstance(error, Agreed):
                 raise
             cause = self._find_cause()
             notes = ", ".join(getattr(error, "__notes__", []))
