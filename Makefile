@@ -9,8 +9,8 @@ TRAIN := $(VENV)/train.ready
 DEV := $(VENV)/dev.ready
 # Without bytecode: python writes it for the few modules that it imports.
 INSTALL := python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
-# One more than there are cores: some tests wait for processes.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
+# Two more than there are cores: some tests wait for processes.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 2)")
 PYTEST := python -m pytest -n $(WORKERS) --dist worksteal
 # Bytecode that is kept saves seconds in every process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
