@@ -37,7 +37,7 @@ NUM_MANY, NUM_MOST = 2048, 16384  # partial plans per state
 NUM_STEPS = 8  # per state, at which a block of units is complete
 NUM_PRICES = 6  # that are tried
 PRICES = (1.0, 0.0, 0.97, 1.03)  # of bounds, in units of that at which the memory is used up
-FAR = 2.0**100  # bytes, more than any memory
+FAR = 2.0**100  # more bytes and more cost than any plan has
 Key: TypeAlias = Hashable  # names a tensor between units
 State: TypeAlias = tuple[int, frozenset[Key]]
 """Choice of the unit below if it may be a top, else -1; kept tensors that later units may share."""
@@ -441,7 +441,7 @@ def _tabulate(
     length = max(map(len, columns))
     missing = (0, 0, 0, FAR, 0)
     table = _tensor([own + [missing] * (length - len(own)) for own in columns])
-    table[..., 4] -= limit
+    table[..., 4] -= min(limit, FAR)  # infinity times zero is no number
     # Every row adds bytes or cost of a partial plan to those of its step.
     own = _tensor([[1, 0], [0, 1], [0, 0], [1, 0], [price, 1]])
     own = own[:, None].expand(5, length, 2)

@@ -245,3 +245,11 @@ def test_by_bytes_no_plan_that_fits_takes_less(problem, data):
     ]
     assert choices is not None
     assert cost_of(own[c] for own, c in zip(sizes.units, choices, strict=True)) == min(costs)
+
+
+@given(problems(3))
+def test_a_table_is_finite_without_a_bound(problem):
+    """Its numbers are multiplied by zero in all states but one."""
+    rests = {state: [rest] for state, rest in solver._find_rests(problem, 1.0)[1].items()}
+    rows, _ = solver._tabulate(problem.steps[0], rests, 1.0, 10, inf)
+    assert rows.isfinite().all()
