@@ -190,15 +190,15 @@ def solve(problem: Problem, memory: int) -> list[int] | None:
     if find_least(problem) > memory:
         return None
     bounds = _make_bounds(problem, memory)
-    found = Found(None, _estimate(problem, memory, bounds))
+    incumbent = Incumbent(None, _estimate(problem, memory, bounds))
     for width, num_many in ((WIDTHS[1], NUM_MANY), (WIDTHS[2], NUM_MOST)):
-        found, is_exact = _search(problem, memory, bounds, found, width, num_many)
+        incumbent, is_exact = _search(problem, memory, bounds, incumbent, width, num_many)
         if is_exact:
             break
-    if found.choices is None:  # the plan of the estimate was among those that were not kept
-        found, _ = _search(problem, memory, bounds, Found(None, inf), WIDTHS[1], NUM_MANY)
-    assert found.choices is not None
-    return found.choices[:-1]  # without the end
+    if incumbent.plan is None:  # the plan of the estimate was among those that were not kept
+        incumbent, _ = _search(problem, memory, bounds, Incumbent(None, inf), WIDTHS[1], NUM_MANY)
+    assert incumbent.plan is not None
+    return incumbent.plan[:-1]  # without the end
 
 
 def find_least(problem: Problem) -> int:
@@ -247,11 +247,11 @@ class Bounds(NamedTuple):
     """Cost that rounding may add."""
 
 
-class Found(NamedTuple):
+class Incumbent(NamedTuple):
     """The cheapest plan so far."""
 
-    choices: list[int] | None
-    """None if only its cost is known."""
+    plan: list[int] | None
+    """Choices of the units and of the end; None if only the cost is known."""
     most: float
     """Its cost, and what rounding may add."""
 
@@ -318,19 +318,19 @@ def _join(
 
 
 def _search(
-    problem: Problem, memory: int, bounds: Bounds, found: Found, width: int, num_many: int
-) -> tuple[Found, bool]:
+    problem: Problem, memory: int, bounds: Bounds, incumbent: Incumbent, width: int, num_many: int
+) -> tuple[Incumbent, bool]:
     """Return the cheapest plan, and whether no partial plan was dropped that may lead to it.
 
     Args:
         problem: The problem.
         memory: Bytes that a plan may take.
         bounds: Plans for the units above every state.
-        found: The cheapest plan so far.
+        incumbent: The cheapest plan so far.
         width: Number of partial plans to keep per state, if there are many.
         num_many: How many that is.
     """
-    choices_found, most = found
+    plan, most = incumbent
     price, prices = bounds.prices[0], _tensor(bounds.prices)[:-1, None]
     # Whether a partial plan is in every state, the bytes that it holds, and its cost.
     front, label = _tensor([[1], [0], [0]]), torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -366,11 +366,11 @@ def _search(
         values, peaks, more = table.permute(2, 1, 0)
         fits = torch.where(peaks + held <= memory, more + costs, inf)
         cost = float(fits.min())
-        if cost + bounds.slack < most or (choices_found is None and cost <= most):
+        if cost + bounds.slack < most or (plan is None and cost <= most):
             number, place = divmod(int(fits.argmin()), len(kept))
             first = _read([*layers, (choices, label, places.index_select(0, kept))], place)
             rest = _follow(problem, bounds, index + 1, states[int(above[place])], number)
-            choices_found, most = first + rest, min(most, cost + bounds.slack)
+            plan, most = first + rest, min(most, cost + bounds.slack)
         bound = costs + (values[:-1] + prices * (held - memory)).amax(0)
         keep = bound <= most
         keep[:-1] &= (costs[1:] > costs[:-1]) | (above[1:] > above[:-1])  # the last holds least
@@ -390,7 +390,7 @@ def _search(
         ]
         below = dict(sorted(values, key=itemgetter(1), reverse=True))  # the least one is last
         block = {state: [Step((), state, 0, 0, 0)] for state in states}
-    return Found(choices_found, most), is_exact
+    return Incumbent(plan, most), is_exact
 
 
 def _thin(states: Tensor, held: Tensor, bound: Tensor, width: int) -> Tensor:

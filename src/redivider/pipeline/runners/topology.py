@@ -109,7 +109,7 @@ class Team:
             self.watch.raise_failure()
         except Exception as error:
             known = self._known
-            # A caller may have said a known one in other words.
+            # A caller may raise a known error again, in words of its own.
             is_known = known is not None and known in (error, error.__cause__)
             if is_known or isinstance(error, Agreed):
                 raise
