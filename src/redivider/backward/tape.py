@@ -129,7 +129,7 @@ class Tapes:
         return KeptOnTape(self, name, call, with_graph=with_graph)
 
     def skip(self) -> None:
-        """Do nothing: inputs that are near each other need not follow each other."""
+        """Do nothing: the tape goes on with the next input that is compressed."""
 
     def tape_for(self, x: Tensor) -> Tape | None:
         """Return the tape for an input; None for one that is not compressed, such as tokens."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Leave garbage in cycles alone inside."""
+    """Do not collect cycles inside."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
