@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from redivider.errors import UnitError, naming
-from redivider.replay.random import mix_seeds, seeded
+from redivider.replay.seeded import mix_seeds, seeded
 
 
 def materialise(

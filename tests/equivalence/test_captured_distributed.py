@@ -15,7 +15,7 @@ import redivider as rd
 from redivider.pipeline.runners import captured
 from redivider.pipeline.runners.captured import CapturedRunner
 from redivider.pipeline.stages import unit
-from redivider.replay.random import Seeded, replayed_from
+from redivider.replay.seeded import Seeded, replayed_from
 
 pytestmark = pytest.mark.slow
 

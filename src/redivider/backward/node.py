@@ -19,6 +19,7 @@ from redivider.replay.call import GraphRun
 from redivider.tree import tensors_of
 
 if TYPE_CHECKING:
+    from redivider.backward.early_stop import EmptiedGraph
     from redivider.backward.overlap import Overlap
     from redivider.backward.saving import Saving
     from redivider.backward.strategy import Keeping
@@ -94,11 +95,19 @@ class KeptInput(Kept):
         self._call = call
         self._with_graph = with_graph
         self._record: Record
+        self._graph: EmptiedGraph | None = None
         self._leaves: list[Any]  # of the output, without its tensors
         self._spec: TreeSpec
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        result, self._record = self._call.first_run(tensors, with_graph=self._with_graph)
+        if self.ahead is None:
+            from redivider.backward.early_stop import first_run
+
+            result, self._record, self._graph = first_run(
+                self._call, tensors, with_graph=self._with_graph
+            )
+        else:
+            result, self._record = self._call.first_run(tensors, with_graph=self._with_graph)
         return self.split_output(result), (*tensors, *self.take())
 
     def split_output(self, output: Any) -> Sequence[Tensor]:
@@ -120,8 +129,12 @@ class KeptInput(Kept):
     def prepare(
         self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool
     ) -> GraphRun | None:
+        if not flows:
+            return None
         tensors, run = saved[: len(needs)], self.again(saved[len(needs) :])
-        return self._call.rerun(tensors, needs, self._record, run) if flows else None
+        if self._graph and self._graph.fill(self._call, tensors, needs, self._record, run):
+            return self._graph
+        return self._call.rerun(tensors, needs, self._record, run)
 
     def finish(
         self, prepared: GraphRun | None, needs: Sequence[bool], grads: Sequence[Tensor | None]

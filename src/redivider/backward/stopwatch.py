@@ -9,6 +9,7 @@ import torch
 from redivider._torch_private import spin
 
 CLOCK = 2e9  # cycles of a GPU per second, about
+LONGEST = 0.25  # seconds that a device waits, also after a call that compiled
 
 
 class Stopwatch:
@@ -29,7 +30,7 @@ class Stopwatch:
         if self._on_gpu:
             torch.cuda.synchronize()
             if self._ahead:
-                spin(int(1.5 * self._host * CLOCK))
+                spin(int(min(1.5 * self._host, LONGEST) * CLOCK))
             start, end = timer(), timer()
             start.record()
         began = time.perf_counter()
@@ -38,7 +39,7 @@ class Stopwatch:
         if self._on_gpu:
             end.record()
             end.synchronize()
-            self._host = took if self.seconds else 0.0  # the first call may compile
+            self._host = took
             took = start.elapsed_time(end) / 1000
         self.seconds.append(took)
         return result

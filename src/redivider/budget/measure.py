@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import inf
-from statistics import median
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -38,8 +37,8 @@ from redivider.replay import Call
 from redivider.replay.autocast import uncached_casts
 from redivider.tree import map_tensors, tensors_of
 
-NUM_TIMED = 3  # runs, of which the median counts
-NUM_WARM = 2  # runs before them
+NUM_TIMED = 2  # runs, of which the faster one counts
+NUM_WARM = 1  # runs before them, beside those that count bytes
 NUM_IN_ROW = 3  # equal couplings in a row that is timed
 REVERSED = ("reverse", "overlap", "save")
 ON_GPU = ("offload", "overlap")
@@ -278,8 +277,7 @@ def measure_part(part: Part, x: Any, needs: bool) -> Measured:
     device = gpu_of(x)
     choices = part.choices(device is not None)
     if not part.is_loss:
-        more, flops_of_save = _inside(part, x, needs, device)
-        choices += more
+        choices += _inside(part, x, needs, device)
     usages: dict[str, Usage] = {}
     inner: dict[str, Usage] = {}
     for choice in choices:
@@ -291,15 +289,8 @@ def measure_part(part: Part, x: Any, needs: bool) -> Measured:
             continue
         if below is not None:
             inner[choice] = below
-    if device is not None:
-        with torch.cuda.device(device):
-            seconds = {choice: _time(part, choice, x, needs) for choice in usages}
-        costs = {choice: max(0.0, seconds[choice] - seconds["store"]) for choice in usages}
-    else:
-        flops = _count_flops(part, x)
-        costs = dict.fromkeys(usages, flops) | {"store": 0.0}
-        if "save" in costs:
-            costs["save"] = flops_of_save
+    costs = {choice: _cost(part, choice, x, needs, device) for choice in usages}
+    costs = {choice: max(0.0, cost - costs["store"]) for choice, cost in costs.items()}
     return Measured(usages, costs, inner)
 
 
@@ -345,10 +336,8 @@ def _use_on_host(
     )
 
 
-def _inside(
-    part: Part, x: Any, needs: bool, device: torch.device | None
-) -> tuple[list[str], float]:
-    """Return the choices for what is kept inside of a unit, and the FLOPs of "save".
+def _inside(part: Part, x: Any, needs: bool, device: torch.device | None) -> list[str]:
+    """Return the choices for what is kept inside of a unit.
 
     Those of compiled units can only be measured on a GPU: counters see no compiled code. Compiled
     blocks have none.
@@ -358,22 +347,20 @@ def _inside(
     if part.couples:
         module, args = module.f, inputs[:1]
     if part.begin is None and hasattr(compiled_call(module), "run_saving"):
-        return [] if device is None else ["save", "trim"], 0.0
+        return [] if device is None else ["save", "trim"]
     call, _ = Call.split(module, args, part.side)
     if any(compiled_call(own) is not None for own in call.modules):
-        return [], 0.0
+        return []
     saving = Saving(call)
     try:
         with torch.enable_grad():
             saving.record(*args, **part.side)
     except UnitError:
-        return [], 0.0
+        return []
     if not saving.num_tensors:  # then it would be as "reverse" or "checkpoint"
-        return [], 0.0
-    with torch.no_grad(), counting_flops() as counter:
-        saving.replay(saving.take())(*args, **part.side)
+        return []
     offloads = device is not None and not part.is_captured
-    return ["save", *["offload-save"] * offloads], float(counter.get_total_flops())
+    return ["save", *["offload-save"] * offloads]
 
 
 def _is_reversed(part: Part, choice: str, x: Any) -> bool:
@@ -489,8 +476,8 @@ class _Seed(torch.autograd.Function):
         )
 
 
-def _time(part: Part, choice: str, x: Any, needs: bool) -> float:
-    """Return the median seconds of forward and backward on a GPU, of a unit in a row of some."""
+def _cost(part: Part, choice: str, x: Any, needs: bool, device: torch.device | None) -> float:
+    """Return the seconds of forward and backward of a unit on a GPU; on the CPU the FLOPs."""
     num = NUM_IN_ROW if part.couples else 1
     part = replace(part, checks_drift=False)  # as nearly all steps
 
@@ -499,20 +486,21 @@ def _time(part: Part, choice: str, x: Any, needs: bool) -> float:
         if total.requires_grad:
             torch.autograd.grad(total, wanted, allow_unused=True)
 
-    watch = Stopwatch(step, on_gpu=True, ahead=part.is_captured)
+    def call(step: Callable[..., Any]) -> None:
+        run, inputs = _start([part] * num, choice, x if part.is_first else _fresh(x, needs))
+        edges = (get_gradient_edge(t) for t in tensors_of(inputs) if t.requires_grad)
+        step(run, inputs, [*edges, *part.weights, *part.others])
+
     with torch.enable_grad(), _casting(part):
-        for _ in range(NUM_WARM + NUM_TIMED):
-            run, inputs = _start([part] * num, choice, x if part.is_first else _fresh(x, needs))
-            edges = (get_gradient_edge(t) for t in tensors_of(inputs) if t.requires_grad)
-            watch(run, inputs, [*edges, *part.weights, *part.others])
-            del run, inputs
-    return median(watch.seconds[NUM_WARM:]) / num
-
-
-def _count_flops(part: Part, x: Any) -> float:
-    with torch.no_grad(), counting_flops() as counter:
-        part.module(x, *part.args, **part.side)
-    return float(counter.get_total_flops())
+        if device is None:
+            with counting_flops() as counter:
+                call(step)
+            return float(counter.get_total_flops()) / num
+        with torch.cuda.device(device):
+            watch = Stopwatch(step, on_gpu=True, ahead=part.is_captured)
+            for _ in range(NUM_WARM + NUM_TIMED):
+                call(watch)
+            return min(watch.seconds[NUM_WARM:]) / num
 
 
 def _fresh(x: Any, needs: bool) -> Any:

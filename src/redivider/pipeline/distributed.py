@@ -29,7 +29,7 @@ from redivider.pipeline.runners.topology import Team
 from redivider.pipeline.stages.message import Flow
 from redivider.pipeline.stages.placement import units_of_stages
 from redivider.pipeline.tick import Tick
-from redivider.replay.random import mix_seeds
+from redivider.replay.seeded import mix_seeds
 from redivider.tree import map_tensors
 
 

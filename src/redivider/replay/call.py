@@ -7,7 +7,6 @@ leaves, their hooks would fire inside that backward, and again when their gradie
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from threading import RLock
 from typing import Any
 from weakref import WeakSet
@@ -103,9 +102,7 @@ class Call:
             needs = [tensor.requires_grad for tensor in tensors]
             with unhooked_graph():
                 run, record = self.only_run(tensors, needs, record=record)
-            for leaf in run.leaves:
-                if leaf.requires_grad:
-                    leaf.register_hook(partial(_refuse_gradient, self.name))  # type: ignore[no-untyped-call]
+            run.refuse_gradients(self.name)
             return map_tensors(Tensor.detach, run.output), record
         if self.module not in _verified:
             _verify_unsharded(self.modules)
@@ -233,8 +230,21 @@ class GraphRun:
         rest._roots = self._roots[1:]
         return self.output[0], rest
 
-    def pull_back(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the leaves from those of the output's tensors; free the graph."""
+    def refuse_gradients(self, name: str, *, unless: Callable[[], bool] = bool) -> None:
+        """Refuse gradients that reach the leaves, unless a function says otherwise."""
+
+        def refuse(grad: Tensor) -> None:
+            if not unless():
+                raise refused_gradient(name)
+
+        for leaf in self.leaves:
+            if leaf.requires_grad:
+                leaf.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+    def pull_back(
+        self, grads: Sequence[Tensor | None], *, retain_graph: bool = False
+    ) -> list[Tensor | None]:
+        """Return the gradients of the leaves from those of the output's tensors."""
         node = find_compiled_node(self._roots, self.leaves)
         if node is not None and any(grad is not None for grad in grads):
             return call_node(node, self._roots, grads, self.leaves)
@@ -242,7 +252,9 @@ class GraphRun:
         wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
         if not edges or not wanted:
             return [None] * len(self.leaves)
-        computed = torch.autograd.grad(edges, wanted, entering, allow_unused=True)
+        computed = torch.autograd.grad(
+            edges, wanted, entering, retain_graph=retain_graph, allow_unused=True
+        )
         return place_grads(computed, self.leaves)
 
     def entering(self, grads: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
@@ -261,8 +273,9 @@ def place_grads(grads: Iterable[Tensor | None], leaves: Sequence[Tensor]) -> lis
     return [next(following) if leaf.requires_grad else None for leaf in leaves]
 
 
-def _refuse_gradient(name: str, grad: Tensor) -> None:
-    raise UnitError(
+def refused_gradient(name: str) -> UnitError:
+    """Return the error for a gradient from elsewhere than the output of a module."""
+    return UnitError(
         f"{name}: a gradient reached a tensor that was kept inside of the module in the forward, "
         "such as a loss of its own, logits of a router or a map of attention; the graph of that "
         "run is not kept, so the gradient would be lost: return the tensor beside the output"

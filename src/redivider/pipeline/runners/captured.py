@@ -69,7 +69,7 @@ from redivider.pipeline.stages.stage import Stage
 from redivider.pipeline.stages.unit import Kept, Unit
 from redivider.pipeline.tick import Tick
 from redivider.replay.autocast import Autocast
-from redivider.replay.random import captured_from, replayed_from
+from redivider.replay.seeded import captured_from, replayed_from
 from redivider.replay.statistics import counted_later
 from redivider.tree import map_tensors
 

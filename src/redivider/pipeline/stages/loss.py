@@ -14,7 +14,7 @@ from redivider.pipeline.stages.message import Flow, Message
 from redivider.pipeline.stages.module_state import load_state, state_of
 from redivider.pipeline.stages.stage import Stage
 from redivider.replay import Call, GraphRun, Record
-from redivider.replay.random import Seeded
+from redivider.replay.seeded import Seeded
 from redivider.tree import map_tensors, tensors_of
 
 

@@ -38,7 +38,7 @@ from redivider.pipeline.stages.weights import Weights
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.buffers import changes_buffers
 from redivider.replay.copies import buffers_to_spend
-from redivider.replay.random import Seeded
+from redivider.replay.seeded import Seeded
 from redivider.strides import dense
 from redivider.tree import map_tensors, tensors_of
 
