@@ -12,22 +12,23 @@ more tensors, has a graph of its own, and runs to its end.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from functools import partial
 from itertools import count
+from threading import Lock
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from redivider._torch_private import backward_keeps_graph, compiled_call
+from redivider.backward.node import Kept
 from redivider.errors import UnitError
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.call import refused_gradient
 from redivider.replay.random import devices_of, get_state, set_state
-from redivider.tree import map_tensors
+from redivider.tree import map_tensors, tensors_of
 
 # Nodes of operations that save tensors before they compute, and take long.
 PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Convolution")
@@ -60,17 +61,14 @@ def first_run(
     undo = None if is_known else _snapshot(call.modules, tensors[0].device)
     try:
         output, record, graph = _run_emptied(call, tensors, needs)
-    except _Missing:
+    except _DifferentiatesInside:
         _pays[call.module] = False
         if undo is None:
-            raise UnitError(
-                f"{call.name}: it computes gradients inside of its forward, and did not the first "
-                "time; let its first forward do so as well"
-            ) from None
+            raise
         undo()
         return *call.first_run(tensors, with_graph=with_graph), None
     if not is_known:
-        _pays[call.module] = graph.ends_with_product()
+        _pays[call.module] = graph.pays()
     return output, record, graph if _pays[call.module] else None
 
 
@@ -88,7 +86,8 @@ def _snapshot(modules: Sequence[nn.Module], device: torch.device) -> Callable[[]
             module._buffers.update(own)
         with torch.no_grad():
             for buffer, value in values.items():
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):  # a write raises the version
+                    buffer.copy_(value)
 
     return undo
 
@@ -105,24 +104,34 @@ def _run_emptied(
         places.append(ref(place))
         return place
 
-    with saved_tensors_hooks(drop, partial(_read, door, call.name)):
-        run, record = call.only_run(tensors, needs)
+    def read(place: _Place) -> Tensor:
+        return _read(place, door, call.name)
+
+    error: Exception | None = None
+    try:
+        with saved_tensors_hooks(drop, read):
+            run, record = call.only_run(tensors, needs)
+    except Exception as caught:
+        error = caught
+    if door.is_missed:  # whatever the module made of the exception
+        raise _DifferentiatesInside(
+            "it computes gradients inside of its forward, and did not the first time; let its "
+            "first forward do so as well"
+        ) from None
+    if error is not None:
+        raise error
     door.state = "shut"
     run.refuse_gradients(call.name, unless=lambda: door.state == "open")
     output = map_tensors(Tensor.detach, run.output)
     return output, record, EmptiedGraph(run, len(tensors) - len(call.parameters), places, door)
 
 
-class _Missing(BaseException):
+class _DifferentiatesInside(UnitError):
     """A backward inside of a module needs tensors that were dropped."""
 
 
-class _Full(BaseException):
-    """All tensors are there. No Exception, which modules might catch."""
-
-
-class _Different(BaseException):
-    """A tensor is not like that of the first run."""
+class _Full(Exception):
+    """All tensors are there, or one is not like that of the first run."""
 
 
 class _Place:
@@ -137,12 +146,29 @@ class _Place:
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
+    """Describe a tensor, so that another one in its place is noticed."""
+    maker = None if tensor.grad_fn is None else tensor.grad_fn.name()
+    return tensor.dtype, tensor.device, tensor.requires_grad, maker, _geometry(tensor)
 
 
-def _read(door: "_Door", name: str, place: _Place) -> Tensor:
+def _geometry(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided:
+        return tensor.shape, tensor.layout
+    return None if tensor.is_nested else (tensor.shape, tensor.stride())
+
+
+class _Door:
+    """State of a graph, which lets gradients pass while it is open."""
+
+    state: Literal["running", "shut", "open"] = "running"
+    is_missed = False
+    """Whether a tensor was read while the graph was being made."""
+
+
+def _read(place: _Place, door: _Door, name: str) -> Tensor:
     if door.state == "running":
-        raise _Missing
+        door.is_missed = True
+        raise RuntimeError("the tensors of this graph were dropped")
     if place.tensor is None:
         raise refused_gradient(name)
     if place.tensor._version != place.version:
@@ -152,17 +178,11 @@ def _read(door: "_Door", name: str, place: _Place) -> Tensor:
     return place.tensor
 
 
-class _Door:
-    """State of a graph, which lets gradients pass while it is open."""
-
-    state: Literal["running", "shut", "open"] = "running"
-
-
 class EmptiedGraph(GraphRun):
     """Graph without the tensors that it saves, until `fill`.
 
     Args:
-        run: A run with its graph, which loses its output and the memory of its arguments.
+        run: A run with its graph, whose leaves lose their memory.
         num_arguments: Number of tensors among its leaves that are arguments.
         places: Places of the tensors, in the order in which they were saved.
         door: State of the graph.
@@ -171,27 +191,39 @@ class EmptiedGraph(GraphRun):
     def __init__(
         self, run: GraphRun, num_arguments: int, places: Sequence[ref[_Place]], door: _Door
     ) -> None:
-        super().__init__(run.leaves, run.output)
+        super().__init__([], run.output)
         self.output = None
         self._places, self._door = places, door
-        for number, leaf in enumerate(self.leaves[:num_arguments]):
-            if not leaf.requires_grad:
-                self.leaves[number] = leaf.new_empty(0)
-            elif type(leaf) is Tensor:  # the graph holds its base
-                assert leaf._base is not None
-                leaf._base.data = leaf.data = leaf.new_empty(0)
+        self._geometries = [_geometry(leaf) for leaf in run.leaves[:num_arguments]]
+        self._ends = [
+            get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in run.leaves
+        ]
+        for leaf in run.leaves[:num_arguments]:
+            base = leaf._base  # which the graph holds; the module may hold its view
+            if leaf.requires_grad and base is not None and type(base) is Tensor:
+                base.data = base.new_empty(0)
+        self._lock = Lock()  # of one backward; several may run where the graph is retained
 
-    def ends_with_product(self) -> bool:
-        """Return whether the operation that saves last is a matrix product, or like one."""
-        nodes: set[Any] = {root.edge.node for root in self._roots if root.edge is not None}
+    def pays(self) -> bool:
+        """Return whether to stop a second run early.
+
+        It saves time if the operation that saves last is a matrix product, or like one. It takes
+        memory if nodes hold tensors of their own.
+        """
+        ends_with_product, nodes = None, {root.edge.node for root in self._roots if root.edge}
+        seen: set[Any] = set()
         while nodes:
-            node = max(nodes, key=lambda node: node._sequence_nr())  # the one that ran last
-            name = node.name().removesuffix("0").removesuffix("Backward")
-            if name not in LIGHT:
-                return name in PRODUCTS
+            node: Any = max(nodes, key=lambda node: node._sequence_nr())  # the one that ran last
             nodes.remove(node)
-            nodes.update(other for other, _ in node.next_functions if other is not None)
-        return False
+            seen.add(node)
+            following = {other for other, _ in node.next_functions if other is not None}
+            nodes |= {other for other in following - seen if other.next_functions}
+            if isinstance(node, FunctionCtx) and _holds_tensors(vars(node).values()):
+                return False
+            name = node.name().removesuffix("0").removesuffix("Backward")
+            if ends_with_product is None and name not in LIGHT:
+                ends_with_product = name in PRODUCTS
+        return bool(ends_with_product)
 
     def fill(
         self,
@@ -206,24 +238,35 @@ class EmptiedGraph(GraphRun):
         Returns:
             False if the run was not like the first one; then the graph is of no use.
         """
+        # Other strides may lead to other operations.
+        if self._geometries != [_geometry(x) for x in tensors[: len(self._geometries)]]:
+            return False
+        if not self._lock.acquire(blocking=False):
+            return False
         places = {number: place for number, own in enumerate(self._places) if (place := own())}
         last = max(places, default=-1)
         numbers = count()
+        is_done = False
 
         def put(tensor: Tensor) -> Tensor:
+            nonlocal is_done
             number = next(numbers)
             place = places.get(number)
-            if place is not None:
-                if place.kind != _kind(tensor):
-                    raise _Different
+            is_alike = place is None or place.kind == _kind(tensor)
+            if place is not None and is_alike:
                 place.tensor, place.version = tensor.detach(), tensor._version
-            if number >= last:
+            is_done = is_done or not is_alike or number >= last
+            if is_done:
                 raise _Full
             return tensor.detach()
 
         def run_until_full(*args: Any, **kwargs: Any) -> None:
-            with suppress(_Full, _Different), saved_tensors_hooks(put, Tensor.detach):
-                (run or call.module)(*args, **kwargs)
+            try:
+                with saved_tensors_hooks(put, Tensor.detach):
+                    (run or call.module)(*args, **kwargs)
+            except Exception:
+                if not is_done:  # else it is ours, or what the module made of it
+                    raise
 
         is_full = False
         try:
@@ -232,20 +275,36 @@ class EmptiedGraph(GraphRun):
             is_full = all(place.tensor is not None for place in places.values())
         finally:
             if not is_full:
-                _clear(places.values())
+                self._empty()
+        if not is_full:
+            _pays[call.module] = False  # do not try it again
         return is_full
 
-    def pull_back(
-        self, grads: Sequence[Tensor | None], *, retain_graph: bool = False
-    ) -> list[Tensor | None]:
+    def pull_back(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         self._door.state = "open"
         try:
-            return super().pull_back(grads, retain_graph=retain_graph or backward_keeps_graph())
+            edges, entering = self.entering(grads)
+            wanted = [end for end in self._ends if end is not None]
+            if not edges or not wanted:
+                return [None] * len(self._ends)
+            computed = torch.autograd.grad(
+                *(edges, wanted, entering),
+                retain_graph=backward_keeps_graph(),
+                allow_unused=True,
+            )
         finally:
             self._door.state = "shut"
-            _clear(place for own in self._places if (place := own()))  # of a graph that is retained
+            self._empty()
+        following = iter(computed)
+        return [None if end is None else next(following) for end in self._ends]
+
+    def _empty(self) -> None:
+        for own in self._places:
+            place = own()
+            if place is not None:
+                place.tensor = None
+        self._lock.release()
 
 
-def _clear(places: Iterable[_Place]) -> None:
-    for place in places:
-        place.tensor = None
+def _holds_tensors(values: Iterable[Any]) -> bool:
+    return any(tensors_of(value) or isinstance(value, Kept) for value in values)

@@ -399,11 +399,11 @@ def _use_once(parts: Sequence[Part], choice: str, x: Any, needs: bool, meter: Me
     kept = sum(nbytes for address, nbytes in alive.items() if address not in caller)
     held = meter.bytes - kept - total.nbytes
     forward -= held + sum(n for address, n in alive.items() if address not in entered)
-    if not total.requires_grad:
-        return Usage(keeps, held, forward, 0)
-    start = meter.moment
     weights = [weight for part in parts for weight in part.weights]
     wanted: list[Any] = [*weights, *edges, *dict.fromkeys(parts[0].others)]
+    if not (total.requires_grad and wanted):  # a loss may have weights that it does not name
+        return Usage(keeps, held, forward, 0)
+    start = meter.moment
     grads = torch.autograd.grad(total, wanted, allow_unused=True)
     of_weights, received = grads[: len(weights)], grads[len(weights) :][: len(edges)]
     backward = meter.peak_without(of_weights, start) - held - kept
@@ -483,7 +483,7 @@ def _cost(part: Part, choice: str, x: Any, needs: bool, device: torch.device | N
 
     def step(run: Callable[..., Any], inputs: Any, wanted: list[Any]) -> None:
         total: Tensor = _Seed.apply(*tensors_of(run(inputs, lambda _: None)))  # type: ignore[no-untyped-call]
-        if total.requires_grad:
+        if total.requires_grad and wanted:
             torch.autograd.grad(total, wanted, allow_unused=True)
 
     def call(step: Callable[..., Any]) -> None:

@@ -37,14 +37,14 @@ class _Allocator:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         torch.cuda.synchronize(device)
-        self._before = torch.cuda.memory_allocated(device)
+        self._before = self._count("current")
         self._peaks: list[int] = []  # between moments
         self._grads = 0
         torch.cuda.reset_peak_memory_stats(device)
 
     @property
     def bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._before
+        return self._count("current") - self._before
 
     @property
     def moment(self) -> int:
@@ -54,7 +54,12 @@ class _Allocator:
 
     @property
     def _last(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) - self._grads
+        return self._count("peak") - self._grads
+
+    def _count(self, kind: str) -> int:
+        # Torch's other functions make a flat dict first, which takes longer than many units.
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(stats["allocated_bytes"]["all"][kind])
 
     def leave_out(self, grad: Tensor | None) -> None:
         """Do not count the gradient of a weight from now on."""

@@ -241,10 +241,8 @@ class GraphRun:
             if leaf.requires_grad:
                 leaf.register_hook(refuse)  # type: ignore[no-untyped-call]
 
-    def pull_back(
-        self, grads: Sequence[Tensor | None], *, retain_graph: bool = False
-    ) -> list[Tensor | None]:
-        """Return the gradients of the leaves from those of the output's tensors."""
+    def pull_back(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the leaves from those of the output's tensors; free the graph."""
         node = find_compiled_node(self._roots, self.leaves)
         if node is not None and any(grad is not None for grad in grads):
             return call_node(node, self._roots, grads, self.leaves)
@@ -252,9 +250,7 @@ class GraphRun:
         wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
         if not edges or not wanted:
             return [None] * len(self.leaves)
-        computed = torch.autograd.grad(
-            edges, wanted, entering, retain_graph=retain_graph, allow_unused=True
-        )
+        computed = torch.autograd.grad(edges, wanted, entering, allow_unused=True)
         return place_grads(computed, self.leaves)
 
     def entering(self, grads: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
