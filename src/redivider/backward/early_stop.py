@@ -28,6 +28,7 @@ from redivider.errors import UnitError
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.call import refused_gradient
 from redivider.replay.random import devices_of, get_state, set_state
+from redivider.replay.statistics import writing_layers
 from redivider.tree import map_tensors, tensors_of
 
 # Nodes of operations that save tensors before they compute, and take long.
@@ -54,10 +55,12 @@ def first_run(
         Its output, the record of the run, and the graph, if the second run is to stop early.
     """
     needs = [tensor.requires_grad for tensor in tensors]
+    is_known = call.module in _pays
+    if not is_known and writing_layers(call.modules):
+        _pays[call.module] = False  # the second run leaves statistics alone, by other operations
     is_plain = all(compiled_call(module) is None for module in call.modules)
     if not (any(needs) and is_plain and _pays.get(call.module, True)):
         return *call.first_run(tensors, with_graph=with_graph), None
-    is_known = call.module in _pays
     undo = None if is_known else _snapshot(call.modules, tensors[0].device)
     try:
         output, record, graph = _run_emptied(call, tensors, needs)

@@ -29,6 +29,7 @@ from redivider.backward.overlap import MAIN, SIDE, CudaLanes, Lanes
 from redivider.errors import ChangedError
 from redivider.replay import Call
 from redivider.replay.call import GraphRun
+from redivider.strides import dense
 
 NUM_LEAVING = 2  # units whose tensors may be on their way to the host
 
@@ -186,8 +187,12 @@ class _KeptOnHost(KeptInput):
         self._waiting: Waiting
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        has_backward = any(tensor.requires_grad for tensor in tensors)
+        if has_backward:  # both runs get an input without gaps, as it comes back from the host
+            inputs = [self._dense(tensor) for tensor in tensors[: self._num_inputs]]
+            tensors = [*inputs, *tensors[self._num_inputs :]]
         outputs, saved = super().forward(tensors)
-        if any(tensor.requires_grad for tensor in tensors):  # else there is no backward
+        if has_backward:
             # Between the two are other arguments, which units may share, and weights.
             places = [*range(self._num_inputs), *range(len(tensors), len(saved))]
             self._places = [place for place in places if self._offload.takes(saved[place])]
@@ -195,6 +200,12 @@ class _KeptOnHost(KeptInput):
             self._waiting = self._offload.push([saved[place] for place in self._places])
         left = set(self._places)
         return outputs, [tensor for place, tensor in enumerate(saved) if place not in left]
+
+    def _dense(self, tensor: Tensor) -> Tensor:
+        if not self._offload.takes(tensor):
+            return tensor
+        result: Tensor = dense(tensor)
+        return result.requires_grad_() if tensor.requires_grad else result
 
     def prepare(
         self, saved: Sequence[Tensor], needs: Sequence[bool], *, flows: bool

@@ -253,20 +253,22 @@ def plan(
     else:
         names, problem = measure_blocks(model, x, side, loss, is_captured=capture)
         names.append("the head and the loss")
-    limit, note = budget - int(margin * budget), ""
+    spare = int(margin * budget)
+    limit, note = budget - spare, ""
     # The second plan is for less than the first one, and the third takes as little as possible.
     for _ in range(3):
         choices = cheapest(problem, limit) or smallest(problem)
         units = list(_planned(problem, choices, names))
         measured = measure_step(model, _backward(model, units), x, loss, **side)
-        if measured <= budget:
+        if measured <= budget - spare // 3:  # steps differ by less than that
             cost_unit = "FLOPs" if device is None else "seconds"
             return Plan(units, budget, measured, cost_unit, note, model)
         predicted = max(unit.peak for unit in units)
         if choices == smallest(problem):
             break
-        limit = 0 if note else budget - (measured - predicted)
-        note = f"made again, as a first plan took {format_bytes(measured - budget)} too much"
+        limit = 0 if note else budget - spare - (measured - predicted)
+        too_much = format_bytes(measured - (budget - spare // 3))
+        note = f"made again, as a first plan took {too_much} too much"
     largest = next(unit.name for unit in units if unit.peak == predicted)
     raise ValueError(
         f"no plan fits into {budget:,} bytes: the smallest budget is "

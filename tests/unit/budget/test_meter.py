@@ -7,7 +7,7 @@ import torch
 
 from redivider.budget.meter import counting, size_of
 
-NAMES = ("synchronize", "memory_allocated", "reset_peak_memory_stats", "max_memory_allocated")
+NAMES = ("synchronize", "memory_stats_as_nested_dict", "reset_peak_memory_stats")
 
 
 def test_it_counts_on_the_gpu_of_the_tensors(monkeypatch):
@@ -22,8 +22,8 @@ def test_it_counts_on_the_gpu_of_the_tensors(monkeypatch):
 
     other = torch.device("cuda", 1)
     weight = torch.zeros(5, requires_grad=True)
-    stub("memory_allocated", iter([100, 130]))
-    stub("max_memory_allocated", iter([160, 170, 195]))
+    counts = [{"current": 100}, {"current": 130}, {"peak": 160}, {"peak": 170}, {"peak": 195}]
+    stub("memory_stats_as_nested_dict", iter({"allocated_bytes": {"all": own}} for own in counts))
     stub("synchronize", iter(()))
     stub("reset_peak_memory_stats", iter(()))
     with counting(other, [weight]) as meter:
