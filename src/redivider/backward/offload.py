@@ -10,7 +10,8 @@ Copies run on a CUDA stream of their own (the side lane), beside the units:
 A unit keeps its inputs, and the outputs of operations that it saves (saving.py). Those of the last
 NUM_LEAVING units stay on the device, too: the backward needs them first.
 Where copies are slower than units, a unit waits until all but that many have left, so that memory
-stays small.
+stays small. Tensors come back ahead of need only if the unit above has offloaded, too: else they
+would wait on the device while other units run.
 
 Memory of the side lane is reused by that lane alone, after a wait for all work of the main one.
 """
@@ -99,6 +100,7 @@ class Offload:
         self._lanes = self._make_lanes()
         self._leaving = self._get_leaving()
         self._last: ref[Waiting] | None = None
+        self._has_gap = False  # whether a unit has run since, whose tensors do not leave
         self._ahead: Waiting | None = None  # in the backward: tensors that have come back too early
 
     def takes(self, tensor: Tensor) -> bool:
@@ -112,7 +114,8 @@ class Offload:
         lanes.wait(SIDE, lanes.mark(MAIN))
         with lanes.on(SIDE):
             host = [_copy_to_host(tensor) for tensor in tensors]
-        before = None if self._last is None else self._last()
+        before = None if self._last is None or self._has_gap else self._last()
+        self._has_gap = False
         waiting = Waiting(tensors, host, lanes.mark(SIDE), before)
         self._last = ref(waiting)
         self._advance(self._last)
@@ -120,6 +123,7 @@ class Offload:
 
     def skip(self) -> None:
         """Note that a unit has run whose tensors do not wait on the host."""
+        self._has_gap = True
         self._advance(lambda: None)
 
     def _advance(self, last: Callable[[], Waiting | None]) -> None:

@@ -177,6 +177,30 @@ def test_nothing_stays_on_the_device_below_units_that_keep_something_else(made, 
         assert worst_error(train(chain)[0], train(other)[0]) <= 1e-12
 
 
+def test_nothing_comes_back_before_other_units_have_run(made, monkeypatch):
+    sent = []
+    push = Offload.push
+
+    def note(self, tensors):
+        sent.append(push(self, tensors))
+        return sent[-1]
+
+    monkeypatch.setattr(Offload, "push", note)
+    torch.manual_seed(0)
+    units = [Shift().double() for _ in range(9)]
+    chain = rd.Chain(units, backward=["offload"] * 3 + ["checkpoint"] * 3 + ["offload"] * 3)
+    loss = chain(torch.randn(2, 8, dtype=torch.float64)).sum()
+    assert len(made) == 1 and len(sent) == 6
+    places = []
+    for unit in units:
+        unit.inner.weight.register_hook(
+            lambda _: places.append([own.device is not None for own in sent[:3]])
+        )
+    loss.backward()
+    nothing, ahead = [False] * 3, [False, True, False]
+    assert places == [nothing] * 6 + [ahead, [True, False, False], nothing]
+
+
 def test_units_without_a_backward_send_nothing(made):
     chain = network(4)
     chain[:5].requires_grad_(False)
