@@ -6,9 +6,9 @@ and ends with the last one:
     first run      norm   attention   norm   up   gelu   down      tensors are dropped
     second run     norm   attention   norm   up   gelu             and put back
 
-What follows, as the last matrix product of a transformer's block, is not run again. Torch's
-checkpoint stops in the same way. A second run that is unlike the first one, with other shapes or
-more tensors, has a graph of its own, and runs to its end.
+What follows, such as the last matrix product of a transformer's block, is not run again. Torch's
+checkpoint stops in the same way. If the second run differs from the first, in shapes or in the
+number of tensors, the module runs once more to its end, with a graph of its own.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,11 +27,12 @@ from redivider.backward.node import Kept
 from redivider.errors import UnitError
 from redivider.replay import Call, GraphRun, Record
 from redivider.replay.call import refused_gradient
+from redivider.replay.copies import remember_buffers
 from redivider.replay.random import devices_of, get_state, set_state
 from redivider.replay.statistics import writing_layers
 from redivider.tree import map_tensors, tensors_of
 
-# Nodes of operations that save tensors before they compute, and take long.
+# Nodes of expensive operations, which save their inputs and not their results.
 PRODUCTS = ("Mm", "Addmm", "Bmm", "Baddbmm", "Convolution")
 # Nodes of operations that save no tensors.
 LIGHT = (
@@ -61,38 +62,31 @@ def first_run(
     is_plain = all(compiled_call(module) is None for module in call.modules)
     if not (any(needs) and is_plain and _pays.get(call.module, True)):
         return *call.first_run(tensors, with_graph=with_graph), None
-    undo = None if is_known else _snapshot(call.modules, tensors[0].device)
+    restore = None if is_known else _remember(call.modules, tensors[0].device)
     try:
         output, record, graph = _run_emptied(call, tensors, needs)
     except _DifferentiatesInside:
         _pays[call.module] = False
-        if undo is None:
+        if restore is None:
             raise
-        undo()
+        restore()
         return *call.first_run(tensors, with_graph=with_graph), None
     if not is_known:
         _pays[call.module] = graph.pays()
     return output, record, graph if _pays[call.module] else None
 
 
-def _snapshot(modules: Sequence[nn.Module], device: torch.device) -> Callable[[], None]:
+def _remember(modules: Sequence[nn.Module], device: torch.device) -> Callable[[], None]:
     """Return a function that restores buffers and random state."""
     states = {device: get_state(device) for device in devices_of(device)}
-    buffers = [(module, dict(module._buffers)) for module in modules]
-    values = {buffer: buffer.clone() for module in modules for buffer in module.buffers(False)}
+    restore_buffers = remember_buffers(modules)
 
-    def undo() -> None:
+    def restore() -> None:
         for device, state in states.items():
             set_state(device, state)
-        for module, own in buffers:
-            module._buffers.clear()
-            module._buffers.update(own)
-        with torch.no_grad():
-            for buffer, value in values.items():
-                if not torch.equal(buffer, value):  # a write raises the version
-                    buffer.copy_(value)
+        restore_buffers()
 
-    return undo
+    return restore
 
 
 def _run_emptied(
@@ -100,7 +94,7 @@ def _run_emptied(
 ) -> tuple[Any, Record, "EmptiedGraph"]:
     """Run a module, and return its output, the record of the run, and its graph."""
     places: list[ref[_Place]] = []
-    door = _Door()
+    status = _Status()
 
     def drop(tensor: Tensor) -> _Place:
         place = _Place(tensor)
@@ -108,25 +102,23 @@ def _run_emptied(
         return place
 
     def read(place: _Place) -> Tensor:
-        return _read(place, door, call.name)
+        return _read(place, status, call.name)
 
-    error: Exception | None = None
     try:
         with saved_tensors_hooks(drop, read):
             run, record = call.only_run(tensors, needs)
-    except Exception as caught:
-        error = caught
-    if door.is_missed:  # whatever the module made of the exception
+    except Exception:
+        if not status.was_read:
+            raise
+    if status.was_read:  # whatever the module made of the error of that
         raise _DifferentiatesInside(
             "it computes gradients inside of its forward, and did not the first time; let its "
             "first forward do so as well"
-        ) from None
-    if error is not None:
-        raise error
-    door.state = "shut"
-    run.refuse_gradients(call.name, unless=lambda: door.state == "open")
+        )
+    status.phase = "idle"
+    run.refuse_gradients(call.name, unless=lambda: status.phase == "backward")
     output = map_tensors(Tensor.detach, run.output)
-    return output, record, EmptiedGraph(run, len(tensors) - len(call.parameters), places, door)
+    return output, record, EmptiedGraph(run, len(tensors) - len(call.parameters), places, status)
 
 
 class _DifferentiatesInside(UnitError):
@@ -160,17 +152,17 @@ def _geometry(tensor: Tensor) -> Any:
     return None if tensor.is_nested else (tensor.shape, tensor.stride())
 
 
-class _Door:
-    """State of a graph, which lets gradients pass while it is open."""
+class _Status:
+    """Phase of a graph: its first run, its own backward, or neither."""
 
-    state: Literal["running", "shut", "open"] = "running"
-    is_missed = False
-    """Whether a tensor was read while the graph was being made."""
+    phase: Literal["forward", "idle", "backward"] = "forward"
+    was_read = False
+    """Whether a tensor was read in the first run."""
 
 
-def _read(place: _Place, door: _Door, name: str) -> Tensor:
-    if door.state == "running":
-        door.is_missed = True
+def _read(place: _Place, status: _Status, name: str) -> Tensor:
+    if status.phase == "forward":
+        status.was_read = True
         raise RuntimeError("the tensors of this graph were dropped")
     if place.tensor is None:
         raise refused_gradient(name)
@@ -188,30 +180,30 @@ class EmptiedGraph(GraphRun):
         run: A run with its graph, whose leaves lose their memory.
         num_arguments: Number of tensors among its leaves that are arguments.
         places: Places of the tensors, in the order in which they were saved.
-        door: State of the graph.
+        status: Phase of the graph.
     """
 
     def __init__(
-        self, run: GraphRun, num_arguments: int, places: Sequence[ref[_Place]], door: _Door
+        self, run: GraphRun, num_arguments: int, places: Sequence[ref[_Place]], status: _Status
     ) -> None:
         super().__init__([], run.output)
         self.output = None
-        self._places, self._door = places, door
+        self._places, self._status = places, status
         self._geometries = [_geometry(leaf) for leaf in run.leaves[:num_arguments]]
         self._ends = [
             get_gradient_edge(leaf) if leaf.requires_grad else None for leaf in run.leaves
         ]
         for leaf in run.leaves[:num_arguments]:
-            base = leaf._base  # which the graph holds; the module may hold its view
-            if leaf.requires_grad and base is not None and type(base) is Tensor:
-                base.data = base.new_empty(0)
+            # Only the base, which the graph holds: the module may hold its view, the leaf.
+            if leaf.requires_grad and type(leaf._base) is Tensor:
+                leaf._base.data = leaf.new_empty(0)
         self._lock = Lock()  # of one backward; several may run where the graph is retained
 
     def pays(self) -> bool:
-        """Return whether to stop a second run early.
+        """Return whether second runs should stop early.
 
-        It saves time if the operation that saves last is a matrix product, or like one. It takes
-        memory if nodes hold tensors of their own.
+        That saves time if the last operation that saves tensors is a matrix product or convolution.
+        It costs memory if nodes hold tensors in other ways.
         """
         ends_with_product, nodes = None, {root.edge.node for root in self._roots if root.edge}
         seen: set[Any] = set()
@@ -284,7 +276,7 @@ class EmptiedGraph(GraphRun):
         return is_full
 
     def pull_back(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        self._door.state = "open"
+        self._status.phase = "backward"
         try:
             edges, entering = self.entering(grads)
             wanted = [end for end in self._ends if end is not None]
@@ -296,7 +288,7 @@ class EmptiedGraph(GraphRun):
                 allow_unused=True,
             )
         finally:
-            self._door.state = "shut"
+            self._status.phase = "idle"
             self._empty()
         following = iter(computed)
         return [None if end is None else next(following) for end in self._ends]

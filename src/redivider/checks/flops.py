@@ -4,8 +4,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 
-class _Everywhere:
-    """Tracker that knows no modules: torch's hooks inputs, which `autograd.grad` may not allow."""
+class _NoModules:
+    """Stand-in for torch's tracker of modules, whose hooks can fail inside `autograd.grad`."""
 
     parents = ("Global",)
 
@@ -25,5 +25,5 @@ def counting_flops() -> FlopCounterMode:
         backward: lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4]),  # type: ignore[no-untyped-call]
     }
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
-    counter.mod_tracker = _Everywhere()  # type: ignore[assignment]
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     return counter

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from redivider.chain import Chain
+from redivider.replay.copies import remember_buffers
 
 
 @contextmanager
@@ -19,9 +20,7 @@ def restored(module: nn.Module, *, checks_drift: bool = False) -> Iterator[None]
         checks_drift: Whether every step inside checks for drift, if some do outside; otherwise
             none does. Only a chain on a grid may warn of it.
     """
-    # A run may create a buffer, or replace one by another tensor.
-    buffers = [(child, dict(child._buffers)) for child in module.modules()]
-    values = {buffer: buffer.clone() for buffer in module.buffers()}
+    restore_buffers = remember_buffers([*module.modules()])
     devices = {parameter.device for parameter in module.parameters()}
     devices = {device for device in devices if device.type not in ("cpu", "meta")}
     chains = [
@@ -38,14 +37,7 @@ def restored(module: nn.Module, *, checks_drift: bool = False) -> Iterator[None]
         finally:
             for chain, values_of_chain in chains:
                 chain.check_every, chain.drift_tolerance, chain._num_steps = values_of_chain
-            for child, originals in buffers:
-                child._buffers.clear()
-                child._buffers.update(originals)
-            with torch.no_grad():
-                for buffer, value in values.items():
-                    if buffer.is_meta or torch.equal(buffer, value):
-                        continue  # a write would raise its version, and count as a change
-                    buffer.copy_(value)
+            restore_buffers()
 
 
 @contextmanager
