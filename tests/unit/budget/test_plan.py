@@ -13,6 +13,7 @@ from torch import nn
 
 import redivider as rd
 from redivider.budget import measure as measuring
+from redivider.budget import plan as planning
 from redivider.budget.measure import Part, measure
 from redivider.budget.plan import measure_step
 from redivider.budget.solve import find_least
@@ -320,3 +321,22 @@ def test_gradients_of_shared_weights_wait_for_the_lower_user():
     size = embedding.weight.nbytes
     assert more[0] == 2 * size and size // 2 < min(more[1:6]) <= max(more[1:6]) == size
     assert more[6:] == [0, 0]
+
+
+def test_a_plan_on_a_gpu_leaves_some_of_the_budget_free(monkeypatch):
+    """Steps differ a little there, so a step that takes all of the budget is planned again."""
+    model, x = make()
+    most = measure_step(model, "store", x, loss_of)
+    budget = 2 * most
+    peaks = iter([budget - budget // 200, most])
+    monkeypatch.setattr(planning, "gpu_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(planning, "measure_step", lambda *_, **__: next(peaks))
+    plan = rd.plan(model, x, memory=budget, loss=loss_of)
+    assert plan.measured == most and plan.note.startswith("made again")
+
+
+def test_a_loss_with_weights_of_its_own_and_a_frozen_chain():
+    model, x = make()
+    head = nn.Linear(5, 1)
+    with pytest.raises(ValueError, match="the loss has no gradient; is all of the model frozen"):
+        rd.plan(model.requires_grad_(False), x, memory=10**6, loss=lambda y: head(y).sum())
