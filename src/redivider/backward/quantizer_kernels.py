@@ -11,7 +11,10 @@ from torch import Tensor
 from redivider.backward.quantizer import HUGE, PER_BYTE, STEPS, Code, num_exact, place_dtype
 
 MAX_INT32 = 2**31 - 2**20  # indices beyond need 64 bits, which are slow
-WIDE_ROW = 1024  # bytes of a bit of a row, from which on a program takes more warps
+# Bytes of a bit of a row that a warp takes. Within one warp, sums need no shared memory: a program
+# with four warps takes four times as long.
+WARP = 256
+MAX_WARPS = 16
 
 
 def encode_rows(x: Tensor, y: Tensor, length: int, bits: int) -> Code:
@@ -41,8 +44,9 @@ def _run(kernel: Any, num: int, *args: Any, **options: Any) -> None:
         block = triton.next_power_of_2(size)
         largest = max(first.numel(), num * options["BITS"] * size)
         options |= {"WIDE": largest >= MAX_INT32, "BLOCK": block}
+        warps = min(max(1, block // WARP), MAX_WARPS)
         with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
-            kernel[(num,)](*args, **options, num_warps=8 if block >= WIDE_ROW else 4)
+            kernel[(num,)](*args, **options, num_warps=warps)
 
 
 # Triton compiles the functions below; their types are its own.

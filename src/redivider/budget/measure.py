@@ -4,7 +4,7 @@ A unit runs by itself, on an input like its own, as its chain would run it. Tens
 leave it are counted apart: they lie between units, and neighbours may share them (solve.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -38,7 +38,6 @@ from redivider.replay.autocast import uncached_casts
 from redivider.tree import map_tensors, tensors_of
 
 NUM_TIMED = 2  # runs, of which the faster one counts
-NUM_WARM = 1  # runs before them, beside those that count bytes
 NUM_IN_ROW = 3  # equal couplings in a row that is timed
 REVERSED = ("reverse", "overlap", "save")
 ON_GPU = ("offload", "overlap")
@@ -167,12 +166,13 @@ def measure(
             with naming("the loss" if part.is_loss else name_unit(index, part.module)):
                 if part.couples and not in_row:
                     x = _enter(x, arithmetic)
-                kind = kind_of(part, x, needs)
-                if kind not in known:
-                    known[kind] = measure_part(part, x, needs)
+                kind, shared = kind_of(part, x, needs), share_memory(x)
+                if (kind, shared) not in known:
+                    twin = known.get((kind, not shared))
+                    known[kind, shared] = measure_part(part, x, needs, twin)
                 with torch.no_grad():
                     y = part.module(x, **part.side)
-            measured, in_row = known[kind], part.couples
+            measured, in_row = known[kind, shared], part.couples
             entering = name_tensors(x, keys, sizes, (index, "in"))
             leaving = name_tensors(y, keys, sizes, (index, "out"))
             if part.couples:
@@ -272,8 +272,15 @@ def _raised(peaks: Sequence[Peak], extra: int) -> Iterator[Peak]:
         yield peak._replace(extra=peak.extra + (extra if place else 0))
 
 
-def measure_part(part: Part, x: Any, needs: bool) -> Measured:
-    """Measure one kind of unit by all choices that there are for it."""
+def measure_part(part: Part, x: Any, needs: bool, twin: Measured | None = None) -> Measured:
+    """Measure one kind of unit by all choices that there are for it.
+
+    Args:
+        part: A unit of this kind.
+        x: Its input.
+        needs: Whether its input gets a gradient.
+        twin: Measurements of a unit that takes as long.
+    """
     device = gpu_of(x)
     choices = part.choices(device is not None)
     if not part.is_loss:
@@ -289,7 +296,9 @@ def measure_part(part: Part, x: Any, needs: bool) -> Measured:
             continue
         if below is not None:
             inner[choice] = below
-    costs = {choice: _cost(part, choice, x, needs, device) for choice in usages}
+    if twin is not None and twin.costs.keys() == usages.keys():
+        return Measured(usages, twin.costs, inner)
+    costs = measure_costs(part, usages, x, needs, device)
     costs = {choice: max(0.0, cost - costs["store"]) for choice, cost in costs.items()}
     return Measured(usages, costs, inner)
 
@@ -476,7 +485,9 @@ class _Seed(torch.autograd.Function):
         )
 
 
-def _cost(part: Part, choice: str, x: Any, needs: bool, device: torch.device | None) -> float:
+def measure_costs(
+    part: Part, choices: Iterable[str], x: Any, needs: bool, device: torch.device | None
+) -> dict[str, float]:
     """Return the seconds of forward and backward of a unit on a GPU; on the CPU the FLOPs."""
     num = NUM_IN_ROW if part.couples else 1
     part = replace(part, checks_drift=False)  # as nearly all steps
@@ -486,21 +497,30 @@ def _cost(part: Part, choice: str, x: Any, needs: bool, device: torch.device | N
         if total.requires_grad and wanted:
             torch.autograd.grad(total, wanted, allow_unused=True)
 
-    def call(step: Callable[..., Any]) -> None:
+    def call(step: Callable[..., Any], choice: str) -> None:
         run, inputs = _start([part] * num, choice, x if part.is_first else _fresh(x, needs))
         edges = (get_gradient_edge(t) for t in tensors_of(inputs) if t.requires_grad)
         step(run, inputs, [*edges, *part.weights, *part.others])
 
+    def count(choice: str) -> float:
+        with counting_flops() as counter:
+            call(step, choice)
+        return float(counter.get_total_flops()) / num
+
     with torch.enable_grad(), _casting(part):
         if device is None:
-            with counting_flops() as counter:
-                call(step)
-            return float(counter.get_total_flops()) / num
+            return {choice: count(choice) for choice in choices}
         with torch.cuda.device(device):
+            # One watch: by the host's time for one choice it lets the host run ahead for the next.
             watch = Stopwatch(step, on_gpu=True, ahead=part.is_captured)
-            for _ in range(NUM_WARM + NUM_TIMED):
-                call(watch)
-            return min(watch.seconds[NUM_WARM:]) / num
+            call(watch, "store")
+            return {choice: _time(call, watch, choice) / num for choice in choices}
+
+
+def _time(call: Callable[[Stopwatch, str], None], watch: Stopwatch, choice: str) -> float:
+    for _ in range(NUM_TIMED):
+        call(watch, choice)
+    return min(watch.seconds[-NUM_TIMED:])
 
 
 def _fresh(x: Any, needs: bool) -> Any:
@@ -528,12 +548,16 @@ def _enter(x: Any, arithmetic: Arithmetic) -> Any:
 
 def kind_of(part: Part, x: Any, needs: bool) -> Any:
     """Return a key that units share if they differ only in the values of their weights."""
-    inputs = tensors_of(x)
-    is_shared = len({address_of(tensor) for tensor in inputs}) < len(inputs)
-    key = (describe((x, part.side)), is_shared, needs, part.is_first)
+    key = (describe((x, part.side)), needs, part.is_first)
     if part.is_loss or not isinstance(part.module, nn.Module):
         return key, id(part.module)
     return key, kind_of_module(part.module)
+
+
+def share_memory(tree: Any) -> bool:
+    """Return whether some tensors lie in the same memory."""
+    tensors = tensors_of(tree)
+    return len({address_of(tensor) for tensor in tensors}) < len(tensors)
 
 
 def name_tensors(

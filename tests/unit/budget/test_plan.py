@@ -210,9 +210,9 @@ def test_equal_units_are_measured_once(monkeypatch):
     measured = []
     original = measuring.measure_part
 
-    def count(part, x, needs):
+    def count(part, x, needs, twin):
         measured.append(part.module)
-        return original(part, x, needs)
+        return original(part, x, needs, twin)
 
     monkeypatch.setattr(measuring, "measure_part", count)
     model, x = make(6)
@@ -224,6 +224,23 @@ def test_equal_units_are_measured_once(monkeypatch):
     model[6].f.eval()
     measure(model, x, {}, loss_of)
     assert len(measured) == 9
+
+
+def test_a_unit_that_gets_one_tensor_twice_takes_as_long_as_others(monkeypatch):
+    timed = []
+    original = measuring.measure_costs
+
+    def count(part, *args):
+        timed.append(part.module)
+        return original(part, *args)
+
+    monkeypatch.setattr(measuring, "measure_costs", count)
+    model, x = make(6)
+    costs = [
+        {own.choice: own.cost for own in unit} for unit in measure(model, x, {}, loss_of).units
+    ]
+    assert timed == [*list(model)[:3], *list(model)[-2:], loss_of]
+    assert costs[2] == costs[3] and costs[3]["reverse"] > 0
 
 
 def test_the_model_stays_as_it_was():
