@@ -1,10 +1,10 @@
 """A slow network: every packet takes 100 ms, and messages have more ticks to travel.
 
 A message that is sent at the end of a tick is needed `latency` ticks later, so it has latency - 1
-ticks and the rest of this one to travel. Its receive is posted as long before the send. Processes
-leave a barrier up to one delay apart, so a run has to be much longer than that. The relay of the
-packets uses the same cores, so for comparison it also runs without delay. Speeds of processes may
-differ by a tenth from one launch to the next, so networks take turns, in new processes.
+ticks and the rest of this one to travel. Its receive is posted earlier than that. Processes leave a
+barrier up to one delay apart, so a run has to be much longer than that. The relay of the packets
+uses the same cores, so for comparison it also runs without delay. Speeds of processes may differ by
+a tenth from one launch to the next, so networks take turns, in new processes.
 """
 
 import time

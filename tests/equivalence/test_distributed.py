@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.processes import ordered
 from support.processes.cases import batch, equal, finish, model, muon, options, run, sgd
@@ -127,6 +128,41 @@ def test_bytes_are_those_of_the_formula(tmp_path):
         stream = 4 * 6 * 8 * size + (4 * 4 if dtype == torch.int8 else 0)  # and a scale a sample
         # Of three stages in ten ticks: 10 and 9 upwards, 7 and 8 downwards.
         assert ours == [10 * 2 * stream, (9 * 2 + 7 * 4) * stream, 8 * 4 * stream]
+
+
+def count_receives(rank, latency, ticks):
+    """Return how many receives were posted after each tick, and the weights; flush halfway."""
+    posted = []
+    receive = dist.irecv
+
+    def irecv(*args, **keywords):
+        posted.append(keywords["tag"])
+        return receive(*args, **keywords)
+
+    dist.irecv = irecv
+    pipe = rd.DistributedPipeline(model(), **options(latency=latency))
+    counts = []
+    for half in range(2):
+        for n in range(ticks):
+            run(pipe, half * ticks + n, half * ticks + n + 1)
+            counts.append(len(posted))
+        finish(pipe)
+    return counts, pipe.full_state_dict()
+
+
+@pytest.mark.parametrize("latency", [1, 3])
+def test_receives_are_posted_before_their_micro_batches_enter(latency, tmp_path):
+    """Those of messages that are sent up to `latency` ticks later: requests delay nothing then."""
+    ticks = 4 * latency
+    (_, weights), (counts, _) = launch(count_receives, tmp_path, latency, ticks)
+    # The layout comes with the first message. A flush leaves `latency` receives over.
+    later = [n + latency + 1 for n in range(latency + 1, 2 * ticks)]
+    assert counts == [0] * latency + [1, *later]
+    pipe = rd.Pipeline(model(), stages=2, **options(latency=latency))
+    for half in range(2):
+        run(pipe, half * ticks, (half + 1) * ticks)
+        finish(pipe)
+    assert equal(weights, pipe.full_state_dict())
 
 
 GPT: Any = {"width": 32, "heads": 2, "depth": 3, "context": 16, "vocabulary": 50}

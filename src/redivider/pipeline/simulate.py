@@ -29,7 +29,6 @@ from redivider.errors import not_one_of
 from redivider.pipeline.diagnostics.timeline import Spans, Timeline, draw_spans
 from redivider.pipeline.schedule import Schedule, resolve_latency, verify_latency
 from redivider.pipeline.simulation.clock import Clock, Costs
-from redivider.pipeline.simulation.requests import Requests
 from redivider.pipeline.simulation.waves import (
     CHUNKS,
     Wave,
@@ -154,7 +153,9 @@ def simulate(
         replicas: Number of pipelines that wait for each other at every update.
         recompute: Whether a synchronous method computes the forward again before every backward.
         rendezvous: Whether a message leaves only after the receiver's request for it has arrived,
-            as over gloo: it then comes two hops after the request at the earliest.
+            as over gloo. torch.distributed.pipelining requests a message when it needs it, so that
+            it comes two hops later at the earliest. `DistributedPipeline` requests it early enough
+            to lose nothing.
     """
     is_synchronous = method in LATENCIES
     _verify(method, stages, accumulate, latency, jitter, replicas, recompute)
@@ -172,7 +173,7 @@ def simulate(
         delay, held = [0] * stages, setting.held()
         throughput = accumulate * replicas / period
     else:
-        period, idle = setting.replay() if jitter or rendezvous else setting.steady()
+        period, idle = setting.replay() if jitter else setting.steady()
         delay = [schedule.delay(stage) for stage in range(stages)]
         held = [float(schedule.num_kept(stage)) for stage in range(stages)]
         throughput = replicas / period
@@ -211,10 +212,8 @@ class _Setting:
         num_recorded: float = inf,
     ) -> Clock:
         """Return a clock of devices that have not begun."""
-        requests = None
-        if self.rendezvous:
-            requests = Requests(self.costs.hop, None if self.is_synchronous else self.schedule)
-        return Clock(self.costs, factors, spans, requests, num_recorded)
+        on_request = self.rendezvous and self.is_synchronous
+        return Clock(self.costs, factors, spans, on_request, num_recorded)
 
     def factors(self, seed: int = 0) -> Iterator[float] | None:
         """Return factors for the times of actions; their mean is 1."""
@@ -242,7 +241,7 @@ class _Setting:
         """Return the mean time of a tick, and the share of it that is idle.
 
         Fast devices may run ahead of slow ones for longer than the replay lasts. So a tick takes at
-        least what it takes without jitter and requests.
+        least what it takes without jitter.
         """
         schedule, num_stages = self.schedule, self.schedule.num_stages
         num_full = schedule.num_in_flight + MIN_TICKS
@@ -262,8 +261,8 @@ class _Setting:
         shares = [(busy_1[j] - busy_0[j]) / (free_1[j] - free_0[j]) for j in range(num_stages)]
         # From shares, because the mean of drawn times is not quite that of the costs.
         ticks_of = [own / share for own, share in zip(self.costs.whole, shares, strict=True)]
-        # With jitter the longest of them would be too long by chance.
-        tick = max(self.steady()[0], fmean(ticks_of) if self.jitter else max(ticks_of))
+        # The longest of them would be too long by chance.
+        tick = max(self.steady()[0], fmean(ticks_of))
         return tick, max(0.0, 1.0 - fmean(self.costs.whole) / tick)
 
     def _wait_for_replicas(

@@ -6,7 +6,8 @@ of a small message in one buffer, because a transfer costs more than a copy; tho
 without a copy, where the backend can read the device. With gloo on a GPU they pass through pinned
 memory.
 
-gloo    matches by tag. A transfer begins at once. Receives are posted up to `latency` ticks ahead.
+gloo    matches by tag. A transfer begins once the sender knows of the receive, which is posted
+        `latency` ticks before the one that sends the message.
 NCCL    matches by order. All transfers of a tick begin in one batch at its end: what is sent in a
         tick has its receive posted in the same tick. So the batches of neighbours mirror each
         other, and cannot deadlock when NCCL's buffers are full. They run beside the next ticks.

@@ -14,7 +14,6 @@ from typing import Literal, cast
 
 from redivider.pipeline.diagnostics.timeline import Spans
 from redivider.pipeline.schedule import Action, Kind
-from redivider.pipeline.simulation.requests import Requests
 from redivider.pipeline.simulation.waves import Wave
 
 
@@ -60,7 +59,8 @@ class Clock:
         costs: Times of the stages.
         factors: Factors of the times, one per action.
         spans: Where to record start and end of every action; None to record nothing.
-        requests: Requests of receivers; None if messages leave without.
+        on_request: Whether a message leaves only after the receiver has requested it, which it does
+            once it is ready to run.
         num_recorded: Micro-batches to record, from the first one on.
     """
 
@@ -69,12 +69,11 @@ class Clock:
         costs: Costs,
         factors: Iterator[float] | None = None,
         spans: Spans | None = None,
-        requests: Requests | None = None,
+        on_request: bool = False,
         num_recorded: float = inf,
     ) -> None:
         num, hop = len(costs.forward), costs.hop
-        self._costs, self._spans, self._requests = costs, spans, requests
-        self._num_recorded = num_recorded
+        self._costs, self._spans, self._num_recorded = costs, spans, num_recorded
         self._factors = repeat(1.0) if factors is None else factors
         self.begin = [-1.0] * costs.num_devices
         """When a device has started its first action."""
@@ -91,6 +90,9 @@ class Clock:
         self._backwards = list(
             zip(costs.device, costs.backward, down, below, [0.0, *hop], strict=True)
         )
+        # From a request to the arrival of its message, at the earliest.
+        waits = [2 * on_request * time for time in hop]
+        self._waits: dict[Kind, list[float]] = {"F": [0.0, *waits], "B": [*waits, 0.0]}
         self._num_owed = [0] * num  # backward passes whose rest has not run
         self._counts: Counter[tuple[str, int]] = Counter()
 
@@ -110,13 +112,13 @@ class Clock:
 
     def _run_forwards(self, stages: Sequence[int]) -> None:
         table, factors, spans = self._forwards, self._factors, self._spans
-        requests = self._requests
+        waits = self._waits["F"]
         begin, free, busy = self.begin, self.free, self.busy
         for stage in stages:
             device, time, inbox, outbox, hop = table[stage]
             arrival, start = inbox.popleft(), free[device]
-            if requests is not None:
-                arrival = max(arrival, requests.earliest("F", stage, start))
+            if waits[stage]:
+                arrival = max(arrival, start + waits[stage])
             if arrival > start:
                 start = arrival
             if begin[device] < 0.0:
@@ -127,18 +129,16 @@ class Clock:
             outbox.append(end + hop)
             if spans is not None:
                 self._record("F", stage, start, end)
-            if requests is not None:
-                requests.note("F", stage, end)
 
     def _run_backwards(self, stages: Sequence[int]) -> None:
         table, factors, spans = self._backwards, self._factors, self._spans
-        requests = self._requests
+        waits = self._waits["B"]
         free, busy, rest = self.free, self.busy, self._costs.rest
         for stage in stages:
             device, time, inbox, outbox, hop = table[stage]
             arrival, start = inbox.popleft(), free[device]
-            if requests is not None:
-                arrival = max(arrival, requests.earliest("B", stage, start))
+            if waits[stage]:
+                arrival = max(arrival, start + waits[stage])
             if arrival > start:
                 start = arrival
             factor = next(factors)
@@ -152,8 +152,6 @@ class Clock:
                 self._num_owed[stage] += 1
                 if self._num_owed[stage] > self._costs.num_late[stage]:
                     self._run_rest(stage, factor)
-            if requests is not None:
-                requests.note("B", stage, free[device])
 
     def _run_rest(self, stage: int, factor: float) -> None:
         device, time = self._costs.device[stage], self._costs.rest[stage] * factor
