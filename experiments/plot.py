@@ -6,6 +6,7 @@ python experiments/plot.py  # needs matplotlib
 import json
 import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -14,6 +15,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib import ticker
 from matplotlib.colors import Normalize, TwoSlopeNorm
+
+import redivider as rd
 
 FOLDERS = {
     "revnet18": "revnet18-300-epochs",
@@ -27,8 +30,15 @@ FOLDERS = {
     "gpt": "transformers",
     "overlap": "overlap-speedup",
     "limits": "largest-batch",
+    "finetune": "fine-tuning",
+    "accuracy": "fine-tuning",
+    "budget": "memory-budgets",
+    "grid": "scale",
 }
 NUM_STAGES = 10  # of RevNet-18, one per block, if a row has no number
+# Of the stages that sleep: seconds of a forward and a backward, micro-batches of an update.
+FORWARD, BACKWARD, K = 0.04, 0.08, 32
+SIMULATED = (2, 4, 8, 16, 32)  # numbers of stages
 Row = dict[str, Any]
 plt.rcParams |= {
     "svg.fonttype": "none",
@@ -247,6 +257,118 @@ def draw_overlap(rows: list[Row]) -> None:
     save(figure, "overlap")
 
 
+def draw_finetune(rows: list[Row], scores: list[Row]) -> None:
+    """Draw the memory of a GPT-2 by layers, and what few bits cost in accuracy."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4))
+    styles = {
+        "checkpoint": ("o-", "tab:gray", "checkpointing"),
+        "offload": ("s--", "tab:gray", "checkpoints on the host"),
+        "8 bits": ("o-", "tab:green", "8 bits"),
+        "3 bits": ("o-", "tab:orange", "3 bits"),
+        "2 bits": ("o-", "tab:blue", "2 bits"),
+        "1 bit": ("o-", "tab:purple", "1 bit"),
+    }
+    for run, (style, colour, label) in styles.items():
+        line = [row for row in rows if row["run"] == run]
+        layers, held = zip(*((row["layers"], row["held MiB"]) for row in line), strict=True)
+        label += f": {line[1]['ms']:.0f} ms"
+        left.plot(layers, held, style, color=colour, label=label, markersize=4)
+    left.set(xlabel="layers", ylabel="MiB between forward and backward", ylim=(0, 3400))
+    left.set_xticks(layers)
+    left.set_title("GPT-2, width 768, 32 x 1,024 tokens; ms at 24 layers", fontsize=10)
+    left.legend(fontsize=8)
+    bits = (1, 2, 3, 4, 8)
+    losses = {
+        own: [row["loss"] for row in scores if row["task"] == "gpt" and row["bits"] == own]
+        for own in (0, *bits)
+    }
+    behind = [fmean(losses[own]) - fmean(losses[0][: len(losses[own])]) for own in bits]
+    bars = right.bar([str(own) for own in bits], behind, width=0.6)
+    right.bar_label(bars, fmt="{:.4f}", fontsize=8)
+    spread = max(losses[0]) - min(losses[0])
+    right.axhline(spread, color="tab:gray", linestyle=":", label="between plain runs")
+    right.set(xlabel="bits a value", ylabel="nats behind plain fine-tuning")
+    right.set_title("GPT-2 small, fine-tuned on WikiText-2 bytes", fontsize=10)
+    right.legend(fontsize=8)
+    save(figure, "finetune")
+
+
+def draw_budget(rows: list[Row]) -> None:
+    """Draw the time of a step against its peak: plans, plans by hand, and torch's setting."""
+    titles = {"rev_vit_large": "Rev-ViT-L, batch 64", "rev_gpt_small": "Rev-GPT small, 8 x 1,024"}
+    styles = {
+        "plan": ("o-", "tab:blue", 2.2),
+        "by hand, reverse": ("s--", "tab:green", 1),
+        "by hand, overlap": ("D--", "tab:olive", 1),
+        "by hand, save": ("v--", "tab:cyan", 1),
+        "by hand, checkpoint": ("^--", "tab:gray", 1),
+        "torch": ("x", "tab:red", 1),
+        "store": ("*", "black", 1),
+    }
+    labels = {"plan": "rd.plan", "torch": "torch's activation_memory_budget"}
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6))
+    for axis, (model, title) in zip(axes, titles.items(), strict=True):
+        for how, (style, colour, width) in styles.items():
+            line = [row for row in rows if (row["model"], row["how"]) == (model, how)]
+            peaks, ms = zip(*((row["peak MiB"], row["ms"]) for row in line), strict=True)
+            label = labels.get(how, how)
+            axis.plot(peaks, ms, style, color=colour, linewidth=width, markersize=5, label=label)
+        axis.set(xlabel="MiB at the peak", ylabel="milliseconds a step", title=title)
+        axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, "budget")
+
+
+def draw_grid_of_links(rows: list[Row]) -> None:
+    """Draw throughput by number of stages and time of a hop: measured points, simulated lines."""
+    styles = {
+        ("petra", 0.5, True): ("--", "tab:blue", "PETRA, latency 0.5"),
+        ("petra", 1, True): ("-", "tab:blue", "PETRA, latency 1"),
+        ("petra", 2, True): (":", "tab:blue", "PETRA, latency 2"),
+        ("1f1b", 1, False): ("-", "tab:orange", "1F1B"),
+        ("1f1b", 1, True): ("--", "tab:orange", "1F1B, recomputed"),
+    }
+    full = FORWARD + BACKWARD  # seconds of a micro-batch on a device that never waits
+    hops = sorted({row["hop ms"] for row in rows})
+    figure, axes = plt.subplots(1, len(hops), figsize=(11, 3.4), sharey=True)
+    for axis, hop in zip(axes, hops, strict=True):
+        for (method, latency, recompute), (style, colour, label) in styles.items():
+            shares = [
+                100 * full * _simulate(method, num, latency, hop / 1000, recompute)
+                for num in SIMULATED
+            ]
+            axis.plot(SIMULATED, shares, style, color=colour, linewidth=1.3, label=label)
+            own = [
+                (row["stages"], 100 * full * row["measured"])
+                for row in rows
+                if (row["method"], row["latency"], row["recompute"], row["hop ms"])
+                == (method, latency, recompute, hop)
+            ]
+            axis.plot(*zip(*own, strict=True), "o", color=colour, markersize=5)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(SIMULATED, [str(num) for num in SIMULATED])
+        axis.set(xlabel="stages", title=f"{hop:g} ms a hop", ylim=(0, 100))
+    axes[0].set_ylabel("share of full throughput (%)")
+    axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, "grid")
+
+
+def _simulate(method: str, num: int, latency: float, hop: float, recompute: bool) -> float:
+    """Return micro-batches per second; PETRA's backward includes what it computes again."""
+    is_petra = method == "petra"
+    return rd.simulate(
+        method,
+        num,
+        K,
+        forward=FORWARD,
+        backward=BACKWARD + FORWARD * is_petra,
+        latency=latency,
+        hop=hop,
+        rendezvous=True,
+        recompute=recompute and not is_petra,
+    ).throughput
+
+
 def draw_quality(rows: list[Row]) -> None:
     """Draw cosine and norm of PETRA's gradients against backprop's, by stage, time and k."""
     probed = sorted(rows, key=lambda row: row["accumulate"])
@@ -308,3 +430,6 @@ if __name__ == "__main__":
     draw_muon(read("short") + read("muon"), read("gpt"))
     draw_race(read("race"))
     draw_limits(read("limits"))
+    draw_finetune(read("finetune"), read("accuracy"))
+    draw_budget(read("budget"))
+    draw_grid_of_links(read("grid"))

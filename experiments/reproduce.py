@@ -22,10 +22,11 @@ def reproduce(
     Args:
         claim: The claim to test.
         folder: Destination of the runs and of `results.jsonl`.
-        only: Names of the runs, or of the models to measure; all if empty.
+        only: Names of the runs, of the models to measure, or of scripts; all if empty.
         seeds: Number of seeds to train with, from 0 on.
         fields: Fields of recipes as `redivider train` takes them, set in all runs.
     """
+    from scripts import run_scripts
     from trainings import read_results, table, train_all, write_rows
 
     if claim.runs:
@@ -34,11 +35,13 @@ def reproduce(
         raise TrainError(f"{claim.name} is measured, not trained: it has no seeds and no fields")
     from redivider.train.machine import resolve_device
 
-    module = import_module(claim.measurement)
-    _verify_names(claim, only, module.NAMES)
+    module = import_module(claim.measurement) if claim.measurement else None
+    _verify_names(claim, only, claim.names if module is None else module.NAMES)
     device = resolve_device("auto")
-    if device.type != "cuda":
+    if claim.on_gpu and device.type != "cuda":
         raise TrainError(f"{claim.name} measures a GPU, and there is none here")
+    if module is None:
+        return run_scripts(claim, folder, only)
     folder.mkdir(parents=True, exist_ok=True)
     rows = {row["run"]: row for row in read_results(folder)}
     for name in only or module.NAMES:
@@ -51,7 +54,7 @@ def reproduce(
 
 def choose(claim: Claim, only: Sequence[str], seeds: int, fields: Sequence[str]) -> list[Recipe]:
     """Return the recipes to train, for each seed; names have no suffix for seed 0."""
-    _verify_names(claim, only, [run.name for run in claim.runs])
+    _verify_names(claim, only, claim.names)
     chosen = []
     for offset in range(seeds):
         for run in claim.runs:

@@ -48,7 +48,7 @@ def _run(words: list[str]) -> int:
     except Stopped as stopped:
         print(f"redivider: {stopped}; resume with the same command", file=sys.stderr)
         return 130
-    print(f"\n{shlex.quote(str(folder / RESULTS))}")
+    print(f"\n{shlex.quote(str(folder if claim.scripts else folder / RESULTS))}")
     return 0
 
 
@@ -63,7 +63,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("claim", nargs="?", help="its name")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="RUN", help="names of runs, or models to measure"
+        "--only", nargs="+", default=[], metavar="RUN", help="names of runs, models or scripts"
     )
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 0 on")
     parser.add_argument("--out", type=Path, help="folder of the runs; default: runs/reproduce/NAME")
@@ -76,8 +76,8 @@ def _print_claims() -> int:
         print(f"{claim.name:12}{how:14}{claim.statement}")
     print("\n`--only RUN ...` takes some of these:")
     for claim in CLAIMS:
-        if claim.runs:
-            print(f"{claim.name:12}{' '.join(run.name for run in claim.runs)}")
+        if claim.names:
+            print(f"{claim.name:12}{' '.join(claim.names)}")
     return 0
 
 

@@ -6,6 +6,7 @@ measured in every round without waiting, and the delay of the link. Of stages th
 also gets how much these times vary.
 
     python benchmarks/pipeline-simulation/run.py --out results.json    # as root, on Linux
+    python benchmarks/pipeline-simulation/run.py --grid --out grid.json    # stages by links
 """
 
 import argparse
@@ -46,12 +47,18 @@ class Row:
     """Factors of the sleeps of the stages; none for stages that compute."""
     jitter: float = 0.0
     accumulate: int = 8
+    recompute: bool = False
+    """Whether a backward sleeps for a forward as well, which it computes again."""
 
     def __str__(self) -> str:
-        work = "real work" if not self.weights else "equal" if self.weights == EQUAL else "unequal"
+        is_equal = len(set(self.weights)) == 1
+        work = "real work" if not self.weights else "equal" if is_equal else "unequal"
         at = f"latency {self.latency:g}" if self.method == "petra" else f"k = {self.accumulate}"
-        return f"{self.method}, {at}, {1000 * self.link:g} ms, {work}" + (
-            f", jitter {100 * self.jitter:g} %" if self.jitter else ""
+        return (
+            f"{self.method}, {at}, {1000 * self.link:g} ms, {work}"
+            + (f", jitter {100 * self.jitter:g} %" if self.jitter else "")
+            + (", recomputed" if self.recompute else "")
+            + (f", {len(self.weights)} stages" if len(self.weights) not in (0, 4) else "")
         )
 
     @property
@@ -81,6 +88,16 @@ ROWS = [
     Row("petra", 1, weights=()),
     Row("petra", 0.5, weights=()),
 ]
+# What docs/scale.md simulates, with other times: everything sleeps four times as long.
+GRID = [
+    row
+    for link in (0.0, 0.04, 0.2)
+    for num in (2, 4, 8)
+    for row in (
+        *(Row("petra", latency, link, (1.0,) * num, 0, 32, True) for latency in (0.5, 1, 2)),
+        *(Row("1f1b", 1, link, (1.0,) * num, 0, 32, recompute) for recompute in (False, True)),
+    )
+]
 
 
 def work(rank: int, rows: list[Row], rounds: int) -> list[list[dict[str, float]]]:
@@ -94,10 +111,11 @@ def work(rank: int, rows: list[Row], rounds: int) -> list[list[dict[str, float]]
 
 def _measure(rank: int, row: Row, rounds: int) -> list[dict[str, float]]:
     factor = row.weights[rank] if row.weights else 0.0
-    sleeps = (factor * SLEEPS[0], factor * SLEEPS[1])
+    forward, backward = SLEEPS
+    sleeps = (factor * forward, factor * (backward + row.recompute * forward))
     if row.method != "petra":
         return SleepyRival(row.method, sleeps, row.accumulate).measure(rounds)
-    small = Setting(depth=2, width=24, batch=1, patch_size=8)
+    small = Setting(depth=max(2, row.num_processes // 2), width=24, batch=1, patch_size=8)
     setting = small if row.weights else Setting(depth=2)
     cut = setting.cut(row.num_processes)
     petra = TimedPetra(setting, cut, latency=row.latency, sleeps=sleeps, jitter=row.jitter)
@@ -144,10 +162,11 @@ def main() -> None:
     """Measure all settings, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--grid", action="store_true", help="the settings of stages by links")
     parser.add_argument("--only", default="", help="a part of the name of a setting")
     parser.add_argument("--out", type=Path, help="a file for all numbers, as JSON")
     options = parser.parse_args()
-    rows = [row for row in ROWS if options.only in str(row)]
+    rows = [row for row in (GRID if options.grid else ROWS) if options.only in str(row)]
     results = []
     for link, num in dict.fromkeys((row.link, row.num_processes) for row in rows):
         own = [row for row in rows if (row.link, row.num_processes) == (link, num)]

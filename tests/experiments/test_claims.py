@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from claims import CLAIMS, get_claim, short
@@ -17,9 +18,9 @@ def test_names_are_those_of_folders_and_of_one_claim_each():
     names = [claim.name for claim in CLAIMS]
     assert len(set(names)) == len(names)
     for claim in CLAIMS:
-        assert claim.statement and bool(claim.runs) != bool(claim.measurement)
-        names = [run.name for run in claim.runs]
-        assert len(set(names)) == len(names)
+        ways = [claim.runs, claim.measurement, claim.scripts]
+        assert claim.statement and sum(map(bool, ways)) == 1
+        assert len(set(claim.names)) == len(claim.names)
 
 
 def test_all_recipes_of_a_claim_see_as_many_samples_an_update_unless_it_asks():
@@ -65,8 +66,11 @@ def test_deep_networks_by_muon_differ_from_the_best_recipe_in_what_they_say():
             assert run.model == model and run.epochs == (20 if model == "revnet50" else run.epochs)
             assert ("epochs" in run.name) == (claim == "sooner")
             assert run.latency == (0.5 if run.method == "petra" else 1)
-            same = {name: getattr(best, name) for name in ("name", "model", "method", "latency")}
-            assert replace(run, **same, milestones=(), epochs=20) == best
+            assert run.label_smoothing == 0.1 and "smoothed" in run.name
+            assert (run.microbatch, run.accumulate) == ((32, 4) if run.latency == 0.5 else (64, 2))
+            names = ("name", "model", "method", "latency", "microbatch", "accumulate")
+            same: dict[str, Any] = {name: getattr(best, name) for name in names}
+            assert replace(run, **same, milestones=(), epochs=20, label_smoothing=0) == best
             if model != "revnet18":
                 assert len(list(rd.create_model(model, device="meta", image_size=32))) == 18
     race = get_claim("race").runs

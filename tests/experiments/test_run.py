@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import scripts
 import sweep
 import torch
-from claims import CLAIMS
+from claims import CLAIMS, Claim, Script
 from run import main
 
 from redivider.train.loop import Stopped
@@ -49,6 +50,8 @@ def test_listing_runs_anywhere_and_without_torch(tmp_path):
         ("overlap --epochs 3", "overlap is measured, not trained"),
         ("overlap --only rev_vit_smal", "no run 'rev_vit_smal'; did you mean"),
         ("limits --only batch", "limits has no run 'batch'"),
+        ("finetune --only gpd", "finetune has no run 'gpd'; did you mean 'gpt'?"),
+        ("scale --epochs 3", "scale is measured, not trained"),
         ("--only dsp-64x2", "which claim? `python experiments/run.py` lists them"),
     ],
 )
@@ -134,3 +137,49 @@ def test_measurements_write_rows_as_they_come(only, tmp_path, monkeypatch, capsy
     again = {row["faster"] for row in more if row["model"] == "rev_mvit_base"}
     assert again == ({2.0} if only else {1.5}), "what is there is not measured again"
     assert "| rev_vit_small/64 |" in capsys.readouterr().out
+
+
+def test_scripts_run_once_each_and_again_if_they_failed(tmp_path, monkeypatch, capfd):
+    root, out = tmp_path / "root", tmp_path / "out"
+    (root / "benchmarks").mkdir(parents=True)
+    (root / "benchmarks" / "prints.py").write_text("import sys; print(sys.argv[1:])")
+    (root / "benchmarks" / "writes.py").write_text(
+        "import sys, pathlib\n"
+        "path = pathlib.Path(sys.argv[2])\n"
+        "text = path.read_text() if path.exists() else ''\n"
+        "path.write_text(text + 'x')\n"
+        "sys.exit(3 if len(text) < 1 else 0)\n"
+    )
+    monkeypatch.setattr(scripts, "ROOT", root)
+    own = (Script("a", "prints.py --data {data}"), Script("b", "writes.py --out {out}"))
+    claim = Claim("c", "a statement", scripts=own, on_gpu=False)
+    monkeypatch.setattr("run.get_claim", lambda name: claim)
+    monkeypatch.setenv("REDIVIDER_DATA", "/data")
+    words = ["c", "--out", str(out)]
+    assert main(words) == 2
+    assert "benchmarks/writes.py ended with status 3" in capfd.readouterr().err
+    assert (out / "a.json").read_text() == "['--data', '/data']\n"
+    (out / "a.json").write_text("kept")
+    assert main(words) == 0, "b goes on with what it had written"
+    said = capfd.readouterr().out
+    assert str(out / "a.json") in said and str(out / "b.json") in said
+    assert (out / "a.json").read_text() == "kept" and (out / "b.json").read_text() == "xx"
+    assert sorted(path.name for path in out.iterdir()) == ["a.json", "b.json"]
+    assert main([*words, "--only", "b"]) == 0 and (out / "b.json").read_text() == "xx"
+    assert "a.json" not in capfd.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU does")
+def test_scripts_that_need_a_gpu_do_not_begin(tmp_path, capsys):
+    assert main(["budget", "--out", str(tmp_path)]) == 2
+    assert "budget measures a GPU, and there is none here" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_scripts_of_claims_exist_and_have_these_options():
+    for claim in CLAIMS:
+        for script in claim.scripts:
+            path = scripts.ROOT / "benchmarks" / script.words[0]
+            text = path.read_text()
+            options = [word for word in script.words[1:] if word.startswith("--")]
+            assert all(f'"{option}"' in text for option in options), script

@@ -164,7 +164,7 @@ def test_no_message_waits_for_its_request(data):
     num = 3 * schedule.num_in_flight + 9
     with shorter_replays():
         result = rd.simulate(stages=stages, latency=latency, rendezvous=True, **drawn_times)
-    spans = result.timeline(num).spans
+    spans = in_order(result.timeline(num))
     ends: dict[tuple[int, int], float] = {}  # of the ticks of a stage
     for (kind, stage, n), (_, end) in spans.items():
         place = stage, n + schedule.lag("B" if kind == "W" else kind, stage)
