@@ -165,15 +165,17 @@ def test_no_message_waits_for_its_request(data):
     with shorter_replays():
         result = rd.simulate(stages=stages, latency=latency, rendezvous=True, **drawn_times)
     spans = in_order(result.timeline(num))
+    lags: dict[str, list[int]] = {k: [schedule.lag(k, j) for j in range(stages)] for k in KINDS}
+    lags["W"] = lags["B"]
     ends: dict[tuple[int, int], float] = {}  # of the ticks of a stage
     for (kind, stage, n), (_, end) in spans.items():
-        place = stage, n + schedule.lag("B" if kind == "W" else kind, stage)
+        place = stage, n + lags[kind][stage]
         ends[place] = max(end, ends.get(place, 0.0))
     for kind, stage, n in spans:
         source = stage - 1 if kind == "F" else stage + 1
         if kind == "W" or not 0 <= source < stages:
             continue
-        sent = n + schedule.lag(kind, source)
+        sent = n + lags[kind][source]
         begin = sent - schedule.max_ticks
         if schedule.num_in_flight < begin and sent < num:  # neither filling nor draining
             arrival = ends[stage, begin - 1] + drawn_times["hop"][min(stage, source)]
