@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import redivider as rd
 from redivider.initial import materialise
+from redivider.pipeline.runners import topology, wire
 
 pytestmark = pytest.mark.slow
 
@@ -163,6 +164,36 @@ def test_receives_are_posted_before_their_micro_batches_enter(latency, tmp_path)
         run(pipe, half * ticks, (half + 1) * ticks)
         finish(pipe)
     assert equal(weights, pipe.full_state_dict())
+
+
+def close_and_make_others(rank, changes):
+    weights = []
+    for num_micro_batches in (6, 20):
+        pipe = rd.DistributedPipeline(model(), **options(**changes))
+        run(pipe, 0, num_micro_batches)
+        weights.append(pipe.full_state_dict())
+        pipe.close()  # full: receives are posted that nothing will match
+        topology._num_teams += 31
+    return weights
+
+
+def test_a_pipeline_that_was_closed_takes_no_messages_of_later_ones(tmp_path):
+    changes = {"latency": 2}
+    (_, weights), _ = launch(close_and_make_others, tmp_path, changes)
+    pipe = rd.Pipeline(model(), stages=2, **options(**changes))
+    run(pipe, 0, 20)
+    assert equal(weights, pipe.full_state_dict())
+
+
+def make_one_too_many(rank):
+    topology._num_teams = wire.NUM_TEAMS - 1
+    rd.DistributedPipeline(model(), **options()).close()
+    with pytest.raises(RuntimeError, match=r"2,048 pipelines, .* start new processes"):
+        rd.DistributedPipeline(model(), **options())
+
+
+def test_tags_are_not_used_again(tmp_path):
+    launch(make_one_too_many, tmp_path)
 
 
 GPT: Any = {"width": 32, "heads": 2, "depth": 3, "context": 16, "vocabulary": 50}

@@ -1,6 +1,6 @@
 """Messages between processes: a rank sends what its neighbour expects to receive."""
 
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from redivider.pipeline.runners import captured
+from redivider.pipeline.runners import captured, wire
 from redivider.pipeline.runners.exchange import Mail
 from redivider.pipeline.runners.wire import SMALL, Incoming, Outgoing, Post, _on
 from redivider.pipeline.schedule import Schedule
@@ -75,6 +75,23 @@ def test_a_transfer_that_has_not_begun_is_not_waited_for():
     transfer.is_queued = True
     with pytest.raises(AssertionError, match="rank 3 has not begun"):
         transfer.wait()
+
+
+def test_tags_of_messages_differ():
+    """Also of those of different pipelines, up to the last tensor of the last message."""
+    numbers = [range(wire.NUM_TEAMS), wire.KINDS, range(wire.NUM_TAGS)]
+    ends = [(values[0], values[1], values[-2], values[-1]) for values in numbers]
+    firsts = [wire._tag(team, kind, num) for team, kind, num in product(*ends)]
+    assert len({*firsts}) == 3 * 4**2
+    assert all(first % wire.NUM_TENSORS == 0 for first in firsts)
+    assert max(firsts) + wire.NUM_TENSORS <= 2**31
+
+
+def test_a_message_of_too_many_tensors_is_refused():
+    loop: Any = Loop()
+    side = {"masks": [torch.zeros(1)] * wire.NUM_TENSORS}
+    with pytest.raises(ValueError, match="513 tensors, and can have 512; join side inputs"):
+        Outgoing(loop, loop, Packing(None), 0, "up", 2).send((torch.zeros(1),), side)
 
 
 class Loop:

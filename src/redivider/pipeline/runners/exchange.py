@@ -13,6 +13,7 @@ from torch import Tensor
 from redivider.pipeline.runners.topology import Team
 from redivider.pipeline.runners.wire import (
     AS_IT_IS,
+    NUM_TEAMS,
     Buffers,
     Incoming,
     Outgoing,
@@ -47,6 +48,11 @@ class Mail:
         packing: Packing,
         device: torch.device,
     ) -> None:
+        if not team.batches and team.number >= NUM_TEAMS:
+            raise RuntimeError(
+                f"these processes have made {NUM_TEAMS:,} pipelines, which leaves no tags for the "
+                "messages of another one; start new processes"
+            )
         self._team, self._device = team, device
         self._own, self._schedule = own, schedule
         self.is_packed = packing.dtype is not None

@@ -40,9 +40,11 @@ from redivider.pipeline.runners.topology import Team
 from redivider.pipeline.stages.compression import Packing
 from redivider.strides import dense, inverse, memory_order
 
-NUM_TENSORS = 2**10  # of a message, at most
-NUM_TEAMS = 2**5  # pipelines that may be at work at once
-NUM_TAGS = 2**13  # messages until tags begin anew
+# Numbers that make a tag, together of 31 bits. A receive that nothing has matched outlives its
+# pipeline, so no other one may use its tags.
+NUM_TENSORS = 2**9  # of a message, at most
+NUM_TEAMS = 2**11  # pipelines that these processes may make
+NUM_TAGS = 2**9  # messages of a line until its tags begin anew
 SMALL = 4 * 2**20  # bytes of a message that is sent as one tensor
 Kind: TypeAlias = Literal["up", "down", "evaluate"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -199,6 +201,11 @@ class Outgoing:
             return
         if self._layout is not None:
             raise ValueError(_differ(self._layout, layout))
+        num = sum(len(own) - 1 for own in layout[1] if _is_tensor(own))
+        if num > NUM_TENSORS:
+            raise ValueError(
+                f"a message has {num} tensors, and can have {NUM_TENSORS}; join side inputs"
+            )
         self._layout = layout
         note = f"{self.kind} {self.number} of rank {self.team.rank}"
         self.team.put_note(note, json.dumps([dump_tree(layout[0]), layout[1]]))
@@ -332,7 +339,7 @@ def dump_tree(spec: TreeSpec) -> str:
 
 def _tag(team: int, kind: Kind, num: int) -> int:
     """Return the tag of a message's first tensor, unique among messages in flight."""
-    line = (team % NUM_TEAMS) * 4 + KINDS.index(kind)
+    line = team * 4 + KINDS.index(kind)
     return ((num % NUM_TAGS) * 4 * NUM_TEAMS + line) * NUM_TENSORS
 
 
