@@ -79,9 +79,9 @@ def test_a_transfer_that_has_not_begun_is_not_waited_for():
 
 def test_tags_of_messages_differ():
     """Also of those of different pipelines, up to the last tensor of the last message."""
-    numbers = [range(wire.NUM_TEAMS), wire.KINDS, range(wire.NUM_TAGS)]
-    ends = [(values[0], values[1], values[-2], values[-1]) for values in numbers]
-    firsts = [wire._tag(team, kind, num) for team, kind, num in product(*ends)]
+    teams = (0, 1, wire.NUM_TEAMS - 2, wire.NUM_TEAMS - 1)
+    nums = (0, 1, wire.NUM_TAGS - 2, wire.NUM_TAGS - 1)
+    firsts = [wire._tag(*line) for line in product(teams, wire.KINDS, nums)]
     assert len({*firsts}) == 3 * 4**2
     assert all(first % wire.NUM_TENSORS == 0 for first in firsts)
     assert max(firsts) + wire.NUM_TENSORS <= 2**31
