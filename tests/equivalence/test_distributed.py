@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 import redivider as rd
 from redivider.initial import materialise
 from redivider.pipeline.runners import topology, wire
+from redivider.pipeline.schedule import Schedule
 
 pytestmark = pytest.mark.slow
 
@@ -151,14 +152,14 @@ def count_receives(rank, latency, ticks):
     return counts, pipe.full_state_dict()
 
 
-@pytest.mark.parametrize("latency", [1, 3])
+@pytest.mark.parametrize("latency", [0.5, 1, 3])
 def test_receives_are_posted_before_their_micro_batches_enter(latency, tmp_path):
-    """Those of messages that are sent up to `latency` ticks later: requests delay nothing then."""
-    ticks = 4 * latency
+    """Those of messages that are sent up to `latency` ticks later: nothing waits for them then."""
+    schedule, ticks = Schedule(2, latency), 12
     (_, weights), (counts, _) = launch(count_receives, tmp_path, latency, ticks)
-    # The layout comes with the first message. A flush leaves `latency` receives over.
-    later = [n + latency + 1 for n in range(latency + 1, 2 * ticks)]
-    assert counts == [0] * latency + [1, *later]
+    # The layout comes with the first message.
+    first, ahead = schedule.lag("F", 1), schedule.max_ticks
+    assert counts == [0] * first + [1] + [n + ahead + 1 for n in range(first + 1, 2 * ticks)]
     pipe = rd.Pipeline(model(), stages=2, **options(latency=latency))
     for half in range(2):
         run(pipe, half * ticks, (half + 1) * ticks)

@@ -154,8 +154,8 @@ def simulate(
         recompute: Whether a synchronous method computes the forward again before every backward.
         rendezvous: Whether a message leaves only after the receiver's request for it has arrived,
             as over gloo. torch.distributed.pipelining requests a message when it needs it, so that
-            it comes two hops later at the earliest. `DistributedPipeline` requests it early enough
-            to lose nothing.
+            it comes two hops later at the earliest. A full `DistributedPipeline` requests it early
+            enough to lose nothing.
     """
     is_synchronous = method in LATENCIES
     _verify(method, stages, accumulate, latency, jitter, replicas, recompute)

@@ -76,9 +76,10 @@ class BetweenProcesses(Transport):
     def begin_tick(self) -> None:
         flight = self.in_flight
         self._team.watch.note(f"tick {flight.first + flight.tick}")
-        # A request so early never delays its message: it leaves before another message, to which
-        # that one is the answer. Micro-batches that have not entered count, as if one did in every
-        # tick; after a flush the receives that are left over take the next messages.
+        # Over gloo a message leaves only after its receive has been posted. Post receives so early
+        # that the sender hears of them before it can send: until then it waits for another message
+        # from here. Count micro-batches that have not entered, too: receives that a flush leaves
+        # over take the next messages.
         ahead = flight.schedule.max_ticks
         self.mail.expect(self._arriving(flight.tick + ahead + 1, flight.entered + ahead))
 

@@ -42,9 +42,9 @@ from redivider.strides import dense, inverse, memory_order
 
 # Numbers that make a tag, together of 31 bits. A receive that nothing has matched outlives its
 # pipeline, so no other one may use its tags.
-NUM_TENSORS = 2**9  # of a message, at most
-NUM_TEAMS = 2**11  # pipelines that these processes may make
-NUM_TAGS = 2**9  # messages of a line until its tags begin anew
+NUM_TENSORS = 2**10  # of a message, at most
+NUM_TEAMS = 2**11  # pipelines that the same processes may make
+NUM_TAGS = 2**8  # messages of a line until its tags begin anew
 SMALL = 4 * 2**20  # bytes of a message that is sent as one tensor
 Kind: TypeAlias = Literal["up", "down", "evaluate"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -89,6 +89,11 @@ class Post:
             transfer.is_queued = bool(parts)
             self._queued.append(transfer)
         else:
+            if len(tensors) > NUM_TENSORS:
+                raise ValueError(
+                    f"a message has {len(tensors)} tensors, and over gloo it may have "
+                    f"{NUM_TENSORS}; join tensors of side inputs"
+                )
             function: Any = dist.isend if direction == "send" else dist.irecv
             group = self._team.stage_group
             with self._team.watch.waiting_for(rank):
@@ -201,11 +206,6 @@ class Outgoing:
             return
         if self._layout is not None:
             raise ValueError(_differ(self._layout, layout))
-        num = sum(len(own) - 1 for own in layout[1] if _is_tensor(own))
-        if num > NUM_TENSORS:
-            raise ValueError(
-                f"a message has {num} tensors, and can have {NUM_TENSORS}; join side inputs"
-            )
         self._layout = layout
         note = f"{self.kind} {self.number} of rank {self.team.rank}"
         self.team.put_note(note, json.dumps([dump_tree(layout[0]), layout[1]]))
@@ -338,7 +338,7 @@ def dump_tree(spec: TreeSpec) -> str:
 
 
 def _tag(team: int, kind: Kind, num: int) -> int:
-    """Return the tag of a message's first tensor, unique among messages in flight."""
+    """Return the tag of a message's first tensor, which no message of another line has."""
     line = team * 4 + KINDS.index(kind)
     return ((num % NUM_TAGS) * 4 * NUM_TEAMS + line) * NUM_TENSORS
 
