@@ -24,7 +24,7 @@ from redivider.chain import Chain, name_unit, verify_keywords
 from redivider.checks.memory import format_bytes
 from redivider.checks.restore import restored
 from redivider.checks.size import parse_bytes
-from redivider.convert.reversible import blocks_of, set_strategies, strategies_of
+from redivider.convert.reversible import UNPLANNED, blocks_of, set_strategies, strategies_of
 from redivider.errors import require
 from redivider.files import atomic_write
 from redivider.tree import as_leaf, map_tensors, tensors_of
@@ -357,7 +357,8 @@ def _backward(model: nn.Module, units: Sequence[PlannedUnit]) -> Any:
     """Return the strategies of planned units, as a model takes them."""
     if isinstance(model, Chain):
         return tuple(unit.choice for unit in units[:-1])
-    return {unit.name: unit.choice for unit in units[:-1]}
+    unplanned = dict.fromkeys(blocks_of(model), UNPLANNED)  # they are frozen, and so run plainly
+    return unplanned | {unit.name: unit.choice for unit in units[:-1]}
 
 
 def _planned(

@@ -32,6 +32,7 @@ from redivider.tree import tensors_of
 Model = TypeVar("Model", bound=nn.Module)
 PLACE = "_redivider_place"  # attribute of a block: its list, and its index there
 PLAIN = "_redivider_plain"  # attribute of a block: itself, to be run by its original forward
+UNPLANNED = "unplanned"  # strategy of a block for which a plan has no choice
 ENABLE = "gradient_checkpointing_enable"
 # Nodes of the graph to search for the block before; only the first block of a pass searches all.
 NUM_SEARCHED = 1000
@@ -171,6 +172,11 @@ class Blocks:
                 return plain(x, *args, **kwargs)
             if self.observe is not None:
                 return self.observe(self, index, x, args, kwargs)
+            if self.backward[index] == UNPLANNED:
+                raise ValueError(
+                    "the plan has no choice for this block, which was frozen or absent when it "
+                    "was made; make a new one: rd.plan(model, ...).apply()"
+                )
             keepers = _find_mark(x, self)  # of the pass that the stream belongs to
             keepers = Keepers() if keepers is None else keepers
             output = self.run_by(self.backward[index], index, keepers, x, args, kwargs)
@@ -272,7 +278,8 @@ def set_strategies(model: nn.Module, backward: str | Mapping[str, str]) -> None:
     places = blocks_of(model)
     named = dict.fromkeys(places, backward) if isinstance(backward, str) else backward
     for name, strategy in named.items():
-        resolve_strategy(strategy)
+        if strategy != UNPLANNED:
+            resolve_strategy(strategy)
         if name not in places:
             raise ValueError(f"{type(model).__name__} has no reversible block {name!r}")
     for name, strategy in named.items():

@@ -1,5 +1,6 @@
 """Plans for blocks of a network: what is measured, saved and refused."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -70,6 +71,26 @@ def test_it_is_printed_saved_and_loaded(tmp_path):
     assert {*strategies_of(shallow).values()} == {"compress"}
     with pytest.raises(ValueError, match="backward"):
         set_strategies(model, "stores")
+
+
+def test_a_block_that_was_frozen_when_the_plan_was_made_does_not_train_by_it():
+    model, x = make()
+    for module in (model.stem, model.layers[0]):
+        module.requires_grad_(False)
+    plan = rd.plan(model, x, memory="1GiB", loss=loss_of)
+    assert len(plan) == 3 and {*strategies_of(model).values()} == {"compress"}
+    plan.apply()
+    loss_of(model(x)).backward()
+    before = copy.deepcopy(model)
+    model.layers[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"no choice for this block.*rd\.plan") as caught:
+        model(x)
+    assert "layers.0" in f"{caught.value} {caught.value.__notes__}"
+    assert torch.equal(model.eval()(x), before.eval()(x))
+    again = rd.plan(model.train(), x, memory="1GiB", loss=loss_of)
+    assert len(again) == 4
+    again.apply()
+    loss_of(model(x)).backward()
 
 
 def test_a_budget_too_small_says_what_is_needed():
