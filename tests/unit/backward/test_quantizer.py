@@ -153,6 +153,15 @@ def test_values_that_are_not_finite_are_not_followed():
     assert code.exact.isfinite().all()
 
 
+@pytest.mark.parametrize("size", [9e15, 9e17, 1e30])
+def test_huge_differences_do_not_overflow(size):
+    x, y = torch.full((2, 40_000), size), torch.zeros(2, 40_000)
+    code = encode(x, y, 2)
+    assert all(part.isfinite().all() for part in (y, code.steps, code.exact))
+    move(y, code, -1)
+    assert (y.abs() <= 1e-6 * size).all()
+
+
 def test_no_values():
     for shape in ((0, 5), (3, 0)):
         encode(torch.zeros(shape), torch.zeros(shape), 2)
