@@ -8,6 +8,7 @@ are counted, and nothing is timed.
 """
 
 import argparse
+import gc
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -112,6 +113,7 @@ def count(args: argparse.Namespace, depth: int, method: str) -> dict[str, float]
 
 def measure(args: argparse.Namespace, depth: int, method: str) -> dict[str, float]:
     """Measure bytes held and at the worst moment, and milliseconds of forward and backward."""
+    gc.collect()  # else the last model may be released between two counts
     model = make_model(args, depth, method)
     tokens = torch.randint(1024, (args.batch, args.context), device="cuda")
     times = []

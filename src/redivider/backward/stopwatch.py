@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from redivider._torch_private import spin
 
 CLOCK = 2e9  # cycles of a GPU per second, about
+AHEAD = 1.5  # seconds that a device waits, for every second of the host in the last call
 LONGEST = 0.25  # seconds that a device waits, also after a call that compiled
 
 
@@ -23,14 +25,24 @@ class Stopwatch:
 
     def __init__(self, run: Callable[..., Any], *, on_gpu: bool, ahead: bool) -> None:
         self._run, self._on_gpu, self._ahead = run, on_gpu, ahead
-        self._host = 0.0  # seconds of the host in the last call
-        self.seconds: list[float] = []
+        self.readings: list[Callable[[], float]] = []
+        """Functions that return the seconds of a call, and wait for the device."""
+        self.host = 0.0
+        """Seconds that the host is expected to take in the next call: those of the last one."""
+        self.was_ahead = False
+        """Whether the device began the last call after the host had ended it."""
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds of all calls; waits for the device."""
+        return [read() for read in self.readings]
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         if self._on_gpu:
-            torch.cuda.synchronize()
             if self._ahead:
-                spin(int(min(1.5 * self._host, LONGEST) * CLOCK))
+                spin(int(min(AHEAD * self.host, LONGEST) * CLOCK))
+            else:
+                torch.cuda.synchronize()
             start, end = timer(), timer()
             start.record()
         began = time.perf_counter()
@@ -38,11 +50,17 @@ class Stopwatch:
         took = time.perf_counter() - began
         if self._on_gpu:
             end.record()
-            end.synchronize()
-            self._host = took
-            took = start.elapsed_time(end) / 1000
-        self.seconds.append(took)
+            waits = not start.query()  # type: ignore[no-untyped-call]
+            self.was_ahead, self.host = self._ahead and waits, took
+            self.readings.append(partial(_elapsed, start, end))
+        else:
+            self.readings.append(lambda: took)
         return result
+
+
+def _elapsed(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
 
 
 def timer() -> torch.cuda.Event:

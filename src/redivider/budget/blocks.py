@@ -21,20 +21,16 @@ from redivider.backward.node import KeptInput
 from redivider.backward.strategy import resolve_strategy
 from redivider.budget.kind import describe
 from redivider.budget.measure import (
-    Measured,
-    Part,
-    Run,
     add_excess,
-    address_of,
     differentiate,
     kind_of,
     make_options,
-    measure_part,
     name_tensors,
-    wanted_of,
 )
-from redivider.budget.meter import Meter, counting, gpu_of, size_of
+from redivider.budget.meter import Meter, address_of, counting, gpu_of, size_of
 from redivider.budget.solve import Key, Option, Peak, Problem
+from redivider.budget.trial import Part, Run, Timer, wanted_of
+from redivider.budget.unit import Measured, measure_part
 from redivider.checks.restore import restored
 from redivider.convert.reversible import Blocks, Keepers, Observe, blocks_of
 from redivider.replay import Call
@@ -104,6 +100,7 @@ class _Kinds:
 
     def __init__(self, is_captured: bool) -> None:
         self._is_captured = is_captured
+        self._timer = Timer(is_captured=is_captured)
         self.measured: dict[tuple[Blocks, int], Measured] = {}
         """Measurements of the blocks, in the order in which they run."""
         self._known: dict[Any, Measured] = {}
@@ -126,7 +123,7 @@ class _Kinds:
         # Blocks of another list may keep another number of bits.
         kind = kind_of(part, x, x.requires_grad), describe((args, kwargs)), blocks
         if kind not in self._known:
-            self._known[kind] = measure_part(part, x, x.requires_grad)
+            self._known[kind] = measure_part(part, x, x.requires_grad, self._timer)
         self.measured[blocks, index] = self._known[kind]
         call, inputs = Call.split(blocks.plain[index], (x, *args), kwargs)
         return _Hollow(call).run(inputs)

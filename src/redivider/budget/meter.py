@@ -36,7 +36,6 @@ class _Allocator:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        torch.cuda.synchronize(device)
         self._before = self._count("current")
         self._peaks: list[int] = []  # between moments
         self._grads = 0
@@ -104,3 +103,8 @@ def size_of(tree: Any) -> int:
     """Return the bytes of the memory of some tensors, which may be sparse."""
     storages = {storage.data_ptr(): storage.nbytes() for storage in storages_of(tree)}
     return sum(storages.values())
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return the address of the memory of a tensor."""
+    return int(tensor.untyped_storage().data_ptr())

@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from redivider._torch_private import original_module
 from redivider.backward.strategy import resolve_strategy
 from redivider.budget.blocks import measure_blocks
-from redivider.budget.measure import differentiate, measure, wanted_of
+from redivider.budget.measure import differentiate, measure
 from redivider.budget.meter import counting, gpu_of
 from redivider.budget.solve import Problem, find_least, solve, trace
+from redivider.budget.trial import wanted_of
 from redivider.chain import Chain, name_unit, verify_keywords
 from redivider.checks.memory import format_bytes
 from redivider.checks.restore import restored

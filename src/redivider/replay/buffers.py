@@ -94,6 +94,12 @@ class Buffers:
                 holder[slot[1]] = now.get(slot)
 
 
+def know_buffers(module: nn.Module, like: nn.Module) -> None:
+    """Take for known of a module which buffers it changes, if it is known of one like it."""
+    if like in _changed_slots:
+        _changed_slots[module] = dict(_changed_slots[like])
+
+
 def changes_buffers(module: nn.Module) -> bool:
     """Return whether a module that has run changes buffers other than running statistics."""
     return any(_changed_slots.get(module, {}).values())

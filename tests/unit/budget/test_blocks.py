@@ -11,9 +11,9 @@ from torch import nn
 import redivider as rd
 from redivider.budget import blocks as measuring
 from redivider.budget.blocks import measure_blocks
-from redivider.budget.measure import measure_part
 from redivider.budget.plan import cheapest, cost_of, measure_step
 from redivider.budget.solve import find_least, solve
+from redivider.budget.unit import measure_part
 from redivider.convert.reversible import blocks_of, set_strategies, strategies_of
 
 
@@ -129,9 +129,9 @@ def test_blocks_are_compressed_only_where_that_is_faster():
 def test_equal_blocks_are_measured_once(monkeypatch):
     measured = []
 
-    def count(part, x, needs):
+    def count(part, x, needs, timer):
         measured.append(part.module.wrapped)
-        return measure_part(part, x, needs)
+        return measure_part(part, x, needs, timer)
 
     monkeypatch.setattr(measuring, "measure_part", count)
     model, x = make()

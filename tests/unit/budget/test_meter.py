@@ -7,7 +7,7 @@ import torch
 
 from redivider.budget.meter import counting, size_of
 
-NAMES = ("synchronize", "memory_stats_as_nested_dict", "reset_peak_memory_stats")
+NAMES = ("memory_stats_as_nested_dict", "reset_peak_memory_stats")
 
 
 def test_it_counts_on_the_gpu_of_the_tensors(monkeypatch):
@@ -24,7 +24,6 @@ def test_it_counts_on_the_gpu_of_the_tensors(monkeypatch):
     weight = torch.zeros(5, requires_grad=True)
     counts = [{"current": 100}, {"current": 130}, {"peak": 160}, {"peak": 170}, {"peak": 195}]
     stub("memory_stats_as_nested_dict", iter({"allocated_bytes": {"all": own}} for own in counts))
-    stub("synchronize", iter(()))
     stub("reset_peak_memory_stats", iter(()))
     with counting(other, [weight]) as meter:
         assert not gc.isenabled(), "memory of before would be freed"

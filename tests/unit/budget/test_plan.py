@@ -14,9 +14,11 @@ from torch import nn
 import redivider as rd
 from redivider.budget import measure as measuring
 from redivider.budget import plan as planning
-from redivider.budget.measure import Part, measure
+from redivider.budget.measure import measure
 from redivider.budget.plan import measure_step
 from redivider.budget.solve import find_least
+from redivider.budget.trial import Part
+from redivider.budget.unit import choices_of, measure_part
 from redivider.checks.size import parse_bytes
 
 
@@ -154,12 +156,11 @@ def test_a_budget_too_small_says_what_is_needed():
 def test_captured_steps_do_not_offload():
     model, x = make()
     part = Part(model[1], {}, model.arithmetic)
-    assert "offload" in part.choices(is_cuda=True)
+    choices = choices_of(part, is_cuda=True)
+    assert "offload" in choices
     captured = replace(part, is_captured=True)
-    assert [*captured.choices(is_cuda=True), "offload"] == sorted(
-        part.choices(is_cuda=True), key="offload".__eq__
-    )
-    assert captured.choices(is_cuda=False) == part.choices(is_cuda=False)
+    assert choices_of(captured, is_cuda=True) == [own for own in choices if own != "offload"]
+    assert choices_of(captured, is_cuda=False) == choices_of(part, is_cuda=False)
     whole = rd.plan(model, x, capture=True)
     assert list(whole) == list(rd.plan(model, x))
 
@@ -208,39 +209,22 @@ class Grown:
 
 def test_equal_units_are_measured_once(monkeypatch):
     measured = []
-    original = measuring.measure_part
+    original = measure_part
 
-    def count(part, x, needs, twin):
+    def count(part, x, needs, timer):
         measured.append(part.module)
-        return original(part, x, needs, twin)
+        return original(part, x, needs, timer)
 
     monkeypatch.setattr(measuring, "measure_part", count)
     model, x = make(6)
     measure(model, x, {}, loss_of)
-    # The first coupling gets one tensor twice.
-    assert measured == [*list(model)[:4], *list(model)[-2:], loss_of]
+    # The first coupling gets one tensor twice, and is like the others all the same.
+    assert measured == [*list(model)[:3], *list(model)[-2:], loss_of]
     measured.clear()
     model[5].f[1] = nn.Linear(32, 32, bias=False)
     model[6].f.eval()
     measure(model, x, {}, loss_of)
-    assert len(measured) == 9
-
-
-def test_a_unit_that_gets_one_tensor_twice_takes_as_long_as_others(monkeypatch):
-    timed = []
-    original = measuring.measure_costs
-
-    def count(part, *args):
-        timed.append(part.module)
-        return original(part, *args)
-
-    monkeypatch.setattr(measuring, "measure_costs", count)
-    model, x = make(6)
-    costs = [
-        {own.choice: own.cost for own in unit} for unit in measure(model, x, {}, loss_of).units
-    ]
-    assert timed == [*list(model)[:3], *list(model)[-2:], loss_of]
-    assert costs[2] == costs[3] and costs[3]["reverse"] > 0
+    assert len(measured) == 8
 
 
 def test_the_model_stays_as_it_was():
