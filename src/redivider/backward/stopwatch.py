@@ -30,7 +30,7 @@ class Stopwatch:
         self.host = 0.0
         """Seconds that the host is expected to take in the next call: those of the last one."""
         self.was_ahead = False
-        """Whether the device began the last call after the host had ended it."""
+        """Whether the host had ended the last call before the device began it."""
 
     @property
     def seconds(self) -> list[float]:
@@ -39,7 +39,7 @@ class Stopwatch:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         if self._on_gpu:
-            if self._ahead:
+            if self._ahead:  # what the device has still to do lets the host run ahead as well
                 spin(int(min(AHEAD * self.host, LONGEST) * CLOCK))
             else:
                 torch.cuda.synchronize()
@@ -50,8 +50,8 @@ class Stopwatch:
         took = time.perf_counter() - began
         if self._on_gpu:
             end.record()
-            waits = not start.query()  # type: ignore[no-untyped-call]
-            self.was_ahead, self.host = self._ahead and waits, took
+            has_begun = start.query()  # type: ignore[no-untyped-call]
+            self.was_ahead, self.host = self._ahead and not has_begun, took
             self.readings.append(partial(_elapsed, start, end))
         else:
             self.readings.append(lambda: took)

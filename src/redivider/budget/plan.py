@@ -358,7 +358,7 @@ def _backward(model: nn.Module, units: Sequence[PlannedUnit]) -> Any:
     """Return the strategies of planned units, as a model takes them."""
     if isinstance(model, Chain):
         return tuple(unit.choice for unit in units[:-1])
-    unplanned = dict.fromkeys(blocks_of(model), UNPLANNED)  # they are frozen, and so run plainly
+    unplanned = dict.fromkeys(blocks_of(model), UNPLANNED)  # frozen ones, which run plainly
     return unplanned | {unit.name: unit.choice for unit in units[:-1]}
 
 

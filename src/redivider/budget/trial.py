@@ -6,8 +6,9 @@ are counted apart: they lie between units, and neighbours may share them (solve.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import inf
 from typing import Any, TypeAlias
 from weakref import ref
@@ -27,9 +28,11 @@ from redivider.checks.flops import counting_flops
 from redivider.coupling import Coupling
 from redivider.gpu.garbage import uncollected
 from redivider.replay.autocast import uncached_casts
+from redivider.replay.call import trust
 from redivider.tree import map_tensors, tensors_of
 
 NUM_TIMED = 3  # runs at most, of which the fastest one counts
+NUM_IN_ROW = 3  # couplings, so that one is inside: the lowest need not rebuild its input
 
 Run: TypeAlias = Callable[[Any], Any]
 
@@ -85,7 +88,7 @@ class Usage:
     left: int = 0
     """Bytes that are released with the graph, not in the backward."""
     inside: int = 0
-    """All bytes in the backward of the couplings below the top, of three."""
+    """All bytes in the backward of the couplings of a row below its top."""
     excess: tuple[int, int] = (0, 0)
     """Bytes of the memory in which gradients of its input lie beyond their own: of all, and of the
     first one, which passes through a coupling below."""
@@ -102,8 +105,10 @@ class Timer:
         self._watch = Stopwatch(_step, on_gpu=True, ahead=is_captured)
         self._num = 1  # units that it has timed last
 
-    def take(self, num: int, call: Callable[[Any], None]) -> list[Callable[[], float]]:
-        """Time a few calls; return their readings, or that of one that the host did not delay.
+    def take(self, num: int, call: Callable[[Any], None]) -> Callable[[], float]:
+        """Time a few calls, or one that the host does not delay; return a function.
+
+        It waits for the device, and returns the seconds of the fastest call.
 
         Args:
             num: Number of units that run in a call.
@@ -116,38 +121,50 @@ class Timer:
         for _ in range(NUM_TIMED):
             call(watch)
             if watch.was_ahead:
-                return watch.readings[-1:]
-        return watch.readings[first:]
+                return watch.readings[-1]
+        readings = watch.readings[first:]
+        return lambda: min(read() for read in readings)
 
 
 class Trial:
     """Runs of one kind of unit.
 
-    The costs of a choice are measured first. Those runs verify modules, compile them, and make
-    workspaces, which then do not count as bytes. A part of a row is known when the row is.
+    The cost of a choice is measured first. Those runs verify modules, compile them, and make
+    workspaces, which then do not count as bytes. After a row, a unit of it may be counted alone.
 
     Args:
-        x: Input of the unit.
-        needs: Whether it gets a gradient.
+        part: A unit of this kind.
+        x: Its input.
+        needs: Whether its input gets a gradient.
         timer: Timer of all trials.
     """
 
-    def __init__(self, x: Any, needs: bool, timer: Timer) -> None:
+    def __init__(self, part: Part, x: Any, needs: bool, timer: Timer) -> None:
         self.device = gpu_of(x)
+        self.alone = [part]
         self._x, self._needs, self._timer = x, needs, timer
-        # By the number of units and the choice; of several readings the smallest one counts.
-        self._readings: dict[tuple[int, str], list[Callable[[], float]]] = {}
+        # By the number of units and the choice.
+        self._costs: dict[tuple[int, str], Callable[[], float]] = {}
         self._usages: dict[tuple[int, str], Usage] = {}
+
+    @cached_property
+    def row(self) -> list[Part]:
+        """The coupling and copies of it in a row; copies have gradients of their own."""
+        (part,) = self.alone
+        copies = [deepcopy(part.module) for _ in range(NUM_IN_ROW - 1)]
+        for copy in copies:
+            trust(copy, like=part.module)
+        return [part, *(replace(part, module=copy) for copy in copies)]
 
     def run(self, parts: Sequence[Part], choice: str) -> None:
         """Measure the cost of forward and backward.
 
         Args:
-            parts: A unit, or couplings in a row.
+            parts: The unit alone, or the row.
             choice: How they run.
         """
         key = len(parts), choice
-        if key in self._readings:
+        if key in self._costs:
             return
         # The first run by "checkpoint" finds out what a unit does, and may have to begin anew.
         with torch.enable_grad(), _casting(parts[0]):
@@ -155,23 +172,25 @@ class Trial:
                 for _ in range(2):
                     with counting_flops() as counter:
                         self._call(parts, choice, _step)
-                self._readings[key] = [counter.get_total_flops]
+                self._costs[key] = counter.get_total_flops
             else:
                 with torch.cuda.device(self.device), uncollected():
                     if choice == "checkpoint":
                         self._call(parts, choice, _step)
                     call = partial(self._call, parts, choice)
-                    self._readings[key] = self._timer.take(len(parts), call)
+                    self._costs[key] = self._timer.take(len(parts), call)
 
     def cost(self, num: int, choice: str) -> float:
-        """Return the seconds of forward and backward on a GPU; on the CPU the FLOPs.
+        """Return the seconds on a GPU, or the FLOPs on the CPU, of units that have run.
 
-        They are those of a number of units that have run. This waits for a GPU.
+        Args:
+            num: Number of these units.
+            choice: How they have run.
         """
-        return float(min(read() for read in self._readings[num, choice]))
+        return float(self._costs[num, choice]())
 
     def count(self, parts: Sequence[Part], choice: str) -> Usage:
-        """Return the bytes of forward and backward of units that have run, or a part of them."""
+        """Return the bytes of forward and backward of units that have run, alone or in the row."""
         key = len(parts), choice
         if key not in self._usages:
             torch.clear_autocast_cache()
@@ -272,7 +291,7 @@ def _start(
 
     def run_row(streams: Any, mark: Callable[[Tensor], None]) -> Any:
         for index, part in enumerate(parts):
-            if index == 2 and streams[0].requires_grad:  # below the top
+            if index == NUM_IN_ROW - 1 and streams[0].requires_grad:  # below the top
                 streams[0].register_hook(mark)
             a, b = streams
             streams = row.couple(part.module, a, b, part.side)

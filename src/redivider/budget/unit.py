@@ -1,9 +1,6 @@
 """Bytes and cost of every choice for one kind of unit."""
 
-from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,9 +13,7 @@ from redivider.budget.meter import size_of
 from redivider.budget.trial import Part, Timer, Trial, Usage
 from redivider.errors import UnitError
 from redivider.replay import Call
-from redivider.replay.call import trust
 
-NUM_IN_ROW = 3  # couplings, so that one is inside: the lowest need not rebuild its input
 REVERSED = ("reverse", "overlap", "save")
 ON_GPU = ("offload", "overlap")
 ON_HOST = ("offload", "offload-save")
@@ -47,31 +42,22 @@ def measure_part(part: Part, x: Any, needs: bool, timer: Timer) -> Measured:
         needs: Whether its input gets a gradient.
         timer: Timer of all units.
     """
-    trial = Trial(x, needs, timer)
+    trial = Trial(part, x, needs, timer)
     usages: dict[str, Usage] = {}
     inner: dict[str, Usage] = {}
     nums: dict[str, int] = {}  # units of which the cost is measured
-
-    @cache
-    def row() -> list[Part]:
-        # Copies have gradients of their own.
-        copies = [deepcopy(part.module) for _ in range(NUM_IN_ROW - 1)]
-        for copy in copies:
-            trust(copy, like=part.module)
-        return [part, *(replace(part, module=copy) for copy in copies)]
-
     choices = choices_of(part, is_cuda=trial.device is not None)
     for choice in [*choices, *_inside(part, trial)]:
         try:
             is_reversed = choice in REVERSED and _is_reversed(part, choice, x)
             is_in_row = is_reversed or (part.couples and choice in ON_HOST)
-            parts = row() if is_in_row else [part]
+            parts = trial.row if is_in_row else trial.alone
             trial.run(parts, choice)
             trial.run(parts, "store")  # with which its cost is compared
             if is_reversed:
-                usages[choice], inner[choice] = _count_reversed(parts, choice, trial)
+                usages[choice], inner[choice] = _count_reversed(choice, trial)
             elif choice in ON_HOST:
-                usages[choice] = _count_on_host(part, choice, trial)
+                usages[choice] = _count_on_host(choice, trial)
             else:
                 usages[choice] = trial.count(parts, choice)
             nums[choice] = len(parts)
@@ -94,27 +80,27 @@ def choices_of(part: Part, *, is_cuda: bool) -> list[str]:
     return [name for name in names if name not in refused]
 
 
-def _count_reversed(parts: Sequence[Part], choice: str, trial: Trial) -> tuple[Usage, Usage]:
+def _count_reversed(choice: str, trial: Trial) -> tuple[Usage, Usage]:
     """Return the usage of a reversed coupling at the top of its run, and below the top."""
-    row = trial.count(parts, choice)
+    row = trial.count(trial.row, choice)
     # One alone has nothing to overlap with.
-    alone = trial.count(parts[:1], "reverse" if choice == "overlap" else choice)
+    alone = trial.count(trial.alone, "reverse" if choice == "overlap" else choice)
     held = (row.held - alone.held) // 2
     # Below the top there are two, and the lower one needs no more than the other.
     below = replace(row, held=held, backward=row.inside - 2 * held)
     return replace(alone, backward=row.backward), below
 
 
-def _count_on_host(part: Part, choice: str, trial: Trial) -> Usage:
+def _count_on_host(choice: str, trial: Trial) -> Usage:
     """Return the usage of a unit in a chain of others whose tensors wait on the host.
 
     Alone, its tensors would not leave the device. In a chain, those of a few others are on their
     way to the host, or back.
     """
-    usage = trial.count([part], "checkpoint")
+    usage = trial.count(trial.alone, "checkpoint")
     saved = 0
     if choice == "offload-save":
-        inputs_alone, usage = usage.held, trial.count([part], choice)
+        inputs_alone, usage = usage.held, trial.count(trial.alone, choice)
         saved = usage.held - inputs_alone
     leaving = size_of(trial.fresh()) + saved
     return replace(
