@@ -12,7 +12,7 @@ from redivider.budget import trial
 from redivider.budget.measure import measure
 from redivider.budget.meter import counting
 from redivider.budget.plan import measure_step
-from redivider.budget.trial import Timer
+from redivider.budget.trial import Part, Timer, Trial
 from redivider.checks.flops import counting_flops
 from redivider.replay import Call
 from redivider.replay.buffers import changes_buffers, leaves_buffers_alone
@@ -162,3 +162,13 @@ def test_bytes_are_those_of_units_that_have_run_before(inside):
     x = torch.randn(5, 3)
     first, again = (measure(chain, x, {}, torch.sum) for _ in range(2))
     assert first.units == again.units
+
+
+def test_copies_in_a_row_are_known_as_their_unit_is():
+    chain = rd.Chain([rd.Coupling(Plain())])
+    streams = (torch.randn(5, 3), torch.randn(5, 3))
+    own = Trial(Part(chain[0], {}, chain.arithmetic), streams, True, Timer(is_captured=False))
+    own.run(own.alone, "checkpoint")
+    first, *copies = (part.module.f for part in own.row)
+    assert first is chain[0].f and len({first, *copies}) == 3
+    assert all(leaves_buffers_alone(f) for f in (first, *copies))
