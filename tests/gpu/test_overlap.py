@@ -312,6 +312,30 @@ def fused(parameters):
     return torch.optim.AdamW(parameters, fused=True)
 
 
+def test_a_captured_step_outlives_another():
+    """With a graph, torch 2.13 frees the cuBLAS workspaces of the stream it was captured on."""
+    torch.manual_seed(0)
+    first, second = (nn.Linear(640, 640, bias=False).cuda().half() for _ in range(2))
+
+    def train(model, x):
+        model.weight.grad = None
+        loss = model(model(x)).float().square().mean()
+        loss.backward()
+        return loss
+
+    x = torch.randn(32768, 640, device="cuda").half()
+    kept = rd.capture(partial(train, first), x)
+    loss, grad = kept(x), first.weight.grad.clone()
+    dropped = rd.capture(partial(train, second), x)
+    dropped(x)
+    del dropped
+    gc.collect()
+    torch.cuda.empty_cache()
+    rest = torch.full((2**26,), torch.nan, device="cuda")  # in memory that was freed
+    assert torch.equal(kept(x), loss) and torch.equal(first.weight.grad, grad)
+    assert rest.isnan().all()
+
+
 def test_what_waits_for_the_device_is_refused_with_its_line():
     _, step, batch = setting(fused)
 

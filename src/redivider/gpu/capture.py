@@ -154,15 +154,15 @@ class Captured:
             parameter.grad = grad
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
 @contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """Use a CUDA stream beside the caller's, as a capture must; all captures share it."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    caller, own = torch.cuda.current_stream(device), _streams[device]
+    """Use a CUDA stream beside the caller's, as a capture must.
+
+    Every capture has one of its own: with a graph, torch 2.13 frees the cuBLAS workspaces of its
+    stream, also those that other graphs captured there still use.
+    """
+    caller = torch.cuda.current_stream(device)
+    own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     own.wait_stream(caller)
     try:
         with torch.cuda.stream(own):
