@@ -1,5 +1,6 @@
 """Gradients of blocks at quantized inputs, under plain autograd and with all inputs kept."""
 
+import math
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ def instead(value: Tensor, source: Tensor) -> Any:
 def approach(x: Tensor, y: Tensor, bits: int) -> Tensor:
     """Return `y`, moved by the closest of 2^bits levels around 0, the upper of two, row by row.
 
-    Of a row of 384 values the largest difference is exact, of one of 768 or more the largest two.
+    Levels are a power of 2^(1/3) apart. Of a row of 384 values the largest difference is added as
+    it is, in bfloat16, of one of 768 or more the largest two.
     """
     order = sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
     back = [order.index(dim) for dim in range(x.dim())]
@@ -42,13 +44,14 @@ def approach(x: Tensor, y: Tensor, bits: int) -> Tensor:
     for row_x, row_y in zip(x.reshape(-1, length), y.reshape(-1, length), strict=True):
         distance = row_x.to(y.dtype) - row_y
         sizes = distance.abs().tolist()
-        exact = sorted(range(length), key=lambda place: -sizes[place])[: min(2, length // 384)]
-        largest = distance[exact]
-        distance[exact] = 0
-        step = STEPS[bits] * distance.square().mean().sqrt()
+        apart = sorted(range(length), key=lambda place: -sizes[place])[: min(2, length // 384)]
+        largest = distance[apart].bfloat16().to(y.dtype)
+        distance[apart] = 0
+        step = STEPS[bits] * float(distance.square().mean().sqrt())
+        step = 2 ** (math.floor(3 * math.log2(step) + 0.5) / 3) if step else 0.0
         levels = step * (torch.arange(2**bits, dtype=y.dtype) - (2**bits - 1) / 2).flip(0)
         moves = levels[(distance[:, None] - levels).abs().argmin(1)]
-        moves[exact] = largest
+        moves[apart] = largest
         rows.append(row_y + moves)
     return torch.stack(rows).view(y.shape).permute(back)
 

@@ -6,11 +6,13 @@ The values of a row share a step. 2^bits levels lie around 0, a step apart:
     ------|---------|---------|---------|------
        0  |    1    |    2    |    3           the outermost levels are open
 
-The step is a multiple of the row's root mean square.
+The step is a multiple of the row's root mean square, rounded to a power of 2^(1/3): its exponent
+takes one byte.
 
 A pretrained network may have a few values thousands of times larger than the rest of their row
-(attention sinks). They would set its step. So the largest differences of a long row are kept
-exactly, and left out of the step.
+(attention sinks). They would set its step. So the largest differences of a long row are kept apart,
+in bfloat16, and left out of the step. What the rounding of one leaves is part of the next
+difference, as all errors are.
 """
 
 from importlib import import_module
@@ -28,8 +30,11 @@ PER_BYTE = 8
 ROW = 64  # a row has as many values at least, so that its step takes little memory
 MAX_ROW = 2**16  # values of a row that kernels take
 HUGE = 1e16  # larger differences, of which a sum of squares may overflow, count as 0; so does NaN
-MAX_EXACT = 2  # differences of a row that are kept exactly
-VALUES_PER_EXACT = 384  # so that they take at most an eighth of a bit a value
+STEPS_PER_OCTAVE = 3  # finer ones gain little: these add 2 % to the squared error with 2 bits
+EXPONENT_OF_1 = 112  # from 1 to 255, that is steps from 7e-12 to 2e14; exponent 0 is step 0
+MAX_EXPONENT = 255
+MAX_OUTLIERS = 2  # differences of a row that are kept apart
+VALUES_PER_OUTLIER = 384  # so that they take at most a twelfth of a bit a value
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,11 +43,11 @@ class Code(NamedTuple):
 
     packed: Tensor
     """Codes, packed: for every row and bit, a bit of every value."""
-    steps: Tensor
-    """Steps of the rows."""
+    exponents: Tensor
+    """Exponents of the rows' steps."""
     places: Tensor
-    """Places in the rows of the differences that are kept exactly."""
-    exact: Tensor
+    """Places in the rows of the differences that are kept apart."""
+    outliers: Tensor
     """These differences, which are added instead of a level."""
 
 
@@ -62,9 +67,9 @@ def row_length(shape: torch.Size) -> int:
     return length * next((count for count in range(least, 8 * least) if num % count == 0), 1)
 
 
-def num_exact(length: int) -> int:
-    """Return how many differences of a row are kept exactly."""
-    return min(MAX_EXACT, length // VALUES_PER_EXACT)
+def num_outliers(length: int) -> int:
+    """Return how many differences of a row are kept apart."""
+    return min(MAX_OUTLIERS, length // VALUES_PER_OUTLIER)
 
 
 def place_dtype(length: int) -> torch.dtype:
@@ -88,15 +93,16 @@ def encode(x: Tensor, y: Tensor, bits: int) -> Code:
     length = rows.shape[1]
     distance = x.reshape(rows.shape).to(y.dtype) - rows
     distance = torch.where(distance.abs() < HUGE, distance, 0.0)
-    places = _places_of_largest(distance, num_exact(length))
-    exact = distance.gather(1, places)
+    places = _places_of_largest(distance, num_outliers(length))
+    outliers = distance.gather(1, places).to(torch.bfloat16)
     distance.scatter_(1, places, 0.0)
-    steps = distance.square().mean(1).sqrt().mul_(STEPS[bits])
+    exponents = _to_exponents(distance.square().mean(1).sqrt().mul_(STEPS[bits]))
+    steps = _to_steps(exponents, distance.dtype)
     levels = 2**bits
     code = distance.div_(steps[:, None]).floor_().add_(levels // 2)
     # Where y equals x, the step is 0 and any code will do.
     code = code.nan_to_num_(0).clamp_(0, levels - 1).to(torch.uint8)
-    result = Code(pack(code, bits), steps, places.to(place_dtype(length)), exact)
+    result = Code(pack(code, bits), exponents, places.to(place_dtype(length)), outliers)
     move(y, result, 1)
     return result
 
@@ -110,8 +116,22 @@ def move(y: Tensor, code: Code, sign: int) -> None:
     rows = y.view(-1, row_length(y.shape))
     middle = (2 ** code.packed.shape[1] - 1) / 2
     values = unpack(code.packed, rows.shape[1]).to(y.dtype).sub_(middle)
-    values.mul_(code.steps[:, None]).scatter_(1, code.places.long(), code.exact)
+    values.mul_(_to_steps(code.exponents, y.dtype)[:, None])
+    values.scatter_(1, code.places.long(), code.outliers.to(y.dtype))
     rows.add_(values, alpha=sign)
+
+
+def _to_exponents(steps: Tensor) -> Tensor:
+    """Return the exponents of the closest steps."""
+    exponents = steps.log2().mul_(STEPS_PER_OCTAVE).add_(EXPONENT_OF_1 + 0.5).floor_()
+    exponents = exponents.clamp_(1, MAX_EXPONENT)
+    return torch.where(steps > 0, exponents, 0.0).to(torch.uint8)
+
+
+def _to_steps(exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the steps that exponents stand for."""
+    steps = exponents.to(dtype).sub_(EXPONENT_OF_1).div_(STEPS_PER_OCTAVE).exp2_()
+    return torch.where(exponents > 0, steps, 0.0)
 
 
 def _places_of_largest(rows: Tensor, num: int) -> Tensor:

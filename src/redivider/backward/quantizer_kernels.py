@@ -8,24 +8,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from redivider.backward.quantizer import HUGE, PER_BYTE, STEPS, Code, num_exact, place_dtype
+from redivider.backward.quantizer import (
+    EXPONENT_OF_1,
+    HUGE,
+    MAX_EXPONENT,
+    PER_BYTE,
+    STEPS,
+    STEPS_PER_OCTAVE,
+    Code,
+    num_outliers,
+    place_dtype,
+)
 
 MAX_INT32 = 2**31 - 2**20  # indices beyond need 64 bits, which are slow
 # Bytes of a bit of a row that a warp takes. Within one warp, sums need no shared memory: a program
 # with four warps takes four times as long.
 WARP = 256
 MAX_WARPS = 16
+GRID = {"PER_OCTAVE": STEPS_PER_OCTAVE, "EXPONENT_OF_1": EXPONENT_OF_1}
 
 
 def encode_rows(x: Tensor, y: Tensor, length: int, bits: int) -> Code:
     """Move the rows of `y` towards those of `x`; return the code of the difference."""
-    num, exact = y.numel() // length, num_exact(length)
+    num, apart = y.numel() // length, num_outliers(length)
     size = triton.cdiv(length, PER_BYTE)
     packed = torch.empty(num, bits, size, dtype=torch.uint8, device=y.device)
-    steps = torch.empty(num, dtype=torch.float32, device=y.device)
-    places = torch.empty(num, exact, dtype=place_dtype(length), device=y.device)
-    code = Code(packed, steps, places, torch.empty(num, exact, device=y.device))
-    constants = {"STEP": STEPS[bits], "BITS": bits, "EXACT": exact, "HUGE": HUGE}
+    exponents = torch.empty(num, dtype=torch.uint8, device=y.device)
+    places = torch.empty(num, apart, dtype=place_dtype(length), device=y.device)
+    outliers = torch.empty(num, apart, dtype=torch.bfloat16, device=y.device)
+    code = Code(packed, exponents, places, outliers)
+    constants = {"STEP": STEPS[bits], "BITS": bits, "OUTLIERS": apart, "HUGE": HUGE}
+    constants["MAX_EXPONENT"] = MAX_EXPONENT
     _run(_encode, num, x, y, *code, length, size, **constants)
     return code
 
@@ -33,7 +46,7 @@ def encode_rows(x: Tensor, y: Tensor, length: int, bits: int) -> Code:
 def move_rows(y: Tensor, code: Code, length: int, sign: int) -> None:
     """Add a coded difference to the rows of `y`, or subtract it if the sign is -1."""
     num, bits, size = code.packed.shape
-    constants = {"SIGN": sign, "BITS": bits, "EXACT": code.places.shape[1]}
+    constants = {"SIGN": sign, "BITS": bits, "OUTLIERS": code.places.shape[1]}
     _run(_move, num, y, *code, length, size, **constants)
 
 
@@ -43,7 +56,7 @@ def _run(kernel: Any, num: int, *args: Any, **options: Any) -> None:
     if first.numel():
         block = triton.next_power_of_2(size)
         largest = max(first.numel(), num * options["BITS"] * size)
-        options |= {"WIDE": largest >= MAX_INT32, "BLOCK": block}
+        options |= GRID | {"WIDE": largest >= MAX_INT32, "BLOCK": block}
         warps = min(max(1, block // WARP), MAX_WARPS)
         with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
             kernel[(num,)](*args, **options, num_warps=warps)
@@ -65,19 +78,29 @@ def _places(length, size, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _step(exponent, PER_OCTAVE: tl.constexpr, EXPONENT_OF_1: tl.constexpr):
+    """Return the step that an exponent stands for."""
+    step = tl.exp2((exponent - EXPONENT_OF_1).to(tl.float32) / PER_OCTAVE)
+    return tl.where(exponent > 0, step, 0.0)
+
+
+@triton.jit
 def _encode(
     x_ptr,
     y_ptr,
     packed_ptr,
-    steps_ptr,
+    exponents_ptr,
     places_ptr,
-    exact_ptr,
+    outliers_ptr,
     length,
     size,
     STEP: tl.constexpr,
     BITS: tl.constexpr,
-    EXACT: tl.constexpr,
+    OUTLIERS: tl.constexpr,
     HUGE: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+    PER_OCTAVE: tl.constexpr,
+    EXPONENT_OF_1: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -87,20 +110,27 @@ def _encode(
     distance = x - y
     distance = tl.where(tl.abs(distance) < HUGE, distance, 0.0)
     magnitude = tl.where(mask, tl.abs(distance), -1.0)
-    for index in tl.static_range(EXACT):
+    outliers = tl.zeros_like(distance)
+    for index in tl.static_range(OUTLIERS):
         is_largest = magnitude == tl.max(magnitude)
         largest = tl.min(tl.where(is_largest, place, length))  # the first of several
-        value = tl.sum(tl.where(place == largest, distance, 0.0))
+        value = tl.sum(tl.where(place == largest, distance, 0.0)).to(tl.bfloat16)
+        outliers = tl.where(place == largest, value.to(tl.float32), outliers)
         magnitude = tl.where(place == largest, -1.0, magnitude)
-        tl.store(places_ptr + row * EXACT + index, largest.to(places_ptr.dtype.element_ty))
-        tl.store(exact_ptr + row * EXACT + index, value)
+        tl.store(places_ptr + row * OUTLIERS + index, largest.to(places_ptr.dtype.element_ty))
+        tl.store(outliers_ptr + row * OUTLIERS + index, value)
     rest = tl.where(magnitude < 0, 0.0, distance)
     step = tl.sqrt(tl.sum(rest * rest) / length) * STEP
-    code = tl.floor(rest / tl.where(step == 0, 1.0, step)) + (1 << (BITS - 1))
+    octaves = tl.log2(tl.where(step > 0, step, 1.0))
+    exponent = tl.floor(octaves * PER_OCTAVE + (EXPONENT_OF_1 + 0.5))
+    exponent = tl.minimum(tl.maximum(exponent, 1.0), MAX_EXPONENT * 1.0)
+    exponent = tl.where(step > 0, exponent, 0.0).to(tl.int32)
+    step = _step(exponent, PER_OCTAVE, EXPONENT_OF_1)
+    code = tl.floor(rest / tl.where(exponent == 0, 1.0, step)) + (1 << (BITS - 1))
     code = tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1.0)
-    y += tl.where(magnitude < 0, distance, step * (code - ((1 << BITS) - 1) * 0.5))
+    y += tl.where(magnitude < 0, outliers, step * (code - ((1 << BITS) - 1) * 0.5))
     tl.store(y_ptr + row * length + place, y, mask)
-    tl.store(steps_ptr + row, step)
+    tl.store(exponents_ptr + row, exponent.to(tl.uint8))
     level = code.to(tl.int32)
     for bit in tl.static_range(BITS):
         byte = tl.sum(((level >> bit) & 1) << tl.arange(0, 8)[:, None], 0)
@@ -112,28 +142,31 @@ def _encode(
 def _move(
     y_ptr,
     packed_ptr,
-    steps_ptr,
+    exponents_ptr,
     places_ptr,
-    exact_ptr,
+    outliers_ptr,
     length,
     size,
     SIGN: tl.constexpr,
     BITS: tl.constexpr,
-    EXACT: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    PER_OCTAVE: tl.constexpr,
+    EXPONENT_OF_1: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, column, place, is_column, mask = _places(length, size, WIDE, BLOCK)
     y = tl.load(y_ptr + row * length + place, mask, 0.0)
-    step = tl.load(steps_ptr + row)
+    step = _step(tl.load(exponents_ptr + row).to(tl.int32), PER_OCTAVE, EXPONENT_OF_1)
     number = tl.zeros([8, BLOCK], tl.int32)
     for bit in tl.static_range(BITS):
         start = packed_ptr + (row * BITS + bit) * size
         byte = tl.load(start + column, is_column, 0).to(tl.int32)
         number |= ((byte[None, :] >> tl.arange(0, 8)[:, None]) & 1) << bit
     change = step * (number.to(tl.float32) - ((1 << BITS) - 1) * 0.5)
-    for index in tl.static_range(EXACT):
-        exact_place = tl.load(places_ptr + row * EXACT + index).to(tl.int32)
-        change = tl.where(place == exact_place, tl.load(exact_ptr + row * EXACT + index), change)
+    for index in tl.static_range(OUTLIERS):
+        outlier_place = tl.load(places_ptr + row * OUTLIERS + index).to(tl.int32)
+        outlier = tl.load(outliers_ptr + row * OUTLIERS + index).to(tl.float32)
+        change = tl.where(place == outlier_place, outlier, change)
     y += SIGN * change
     tl.store(y_ptr + row * length + place, y, mask)
