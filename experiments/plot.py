@@ -197,11 +197,14 @@ def draw_sooner(rows: list[Row]) -> None:
     """Draw accuracy by epoch, by PETRA and by backprop with Muon, and the published accuracy."""
     figure, axis = plt.subplots(figsize=(7, 3.6))
     styles = {"petra": ("PETRA", "tab:blue"), "store": ("backprop", "tab:orange")}
-    for row in rows:
-        label, colour = styles[row["method"]]
-        epochs, _, scores = zip(*row["curve"], strict=True)
-        shown = [100 * score for score in scores]
-        axis.plot(epochs, shown, color=colour, label=f"{label}: {percent(row):.1f}", linewidth=1.4)
+    for method, (label, colour) in styles.items():
+        seeds = [row for row in rows if row["method"] == method]
+        last = ", ".join(f"{percent(row):.1f}" for row in seeds)
+        for number, row in enumerate(seeds):
+            epochs, _, scores = zip(*row["curve"], strict=True)
+            shown = [100 * score for score in scores]
+            text = "" if number else f"{label}: {last}"
+            axis.plot(epochs, shown, color=colour, label=text, linewidth=1.2)
     axis.axhline(PUBLISHED, color="tab:gray", linestyle=":", label=f"300 epochs: {PUBLISHED}")
     axis.set(xlabel="epochs", ylabel="test accuracy (%)", ylim=(80, 96))
     axis.set_title("RevNet-18, CIFAR-10, Muon")
