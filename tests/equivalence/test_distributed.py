@@ -110,6 +110,27 @@ def test_replicas(norm, backend, tmp_path):
     compare_replicas(norm, backend, tmp_path)
 
 
+def train_twins(rank, method, mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("data", "stage"))
+    changes = {"method": method, "stages": [8, 1]}  # with batch norm below the last stage
+    pipe = rd.DistributedPipeline(model(dropout=0.0), mesh=mesh, **options(**changes))
+    losses = run(pipe, 0, 14) + finish(pipe)
+    return losses, pipe.full_state_dict()
+
+
+@pytest.mark.parametrize("method", ["petra", "delayed-graph"])
+def test_replicas_of_the_same_data_are_one_pipeline(method, tmp_path):
+    """Their averages, also of running statistics, are their own."""
+    expected = launch(train_twins, tmp_path, method, (1, 2), world_size=2)
+    results = launch(train_twins, tmp_path, method, (2, 2), world_size=4)
+    for rank, (losses, weights) in enumerate(results):
+        assert equal(weights, expected[0][1])
+        ours, theirs = (
+            [(n, loss.item()) for n, loss in own] for own in (losses, expected[rank % 2][0])
+        )
+        assert ours == theirs
+
+
 def count_bytes(rank, dtypes):
     counts = []
     for dtype in dtypes:

@@ -72,7 +72,10 @@ def measure_blocks(
         with observed(lists, kinds):
             model(*inputs, **side)
         if not kinds.measured:
-            raise ValueError("no reversible block was trained: call model.train() before rd.plan")
+            raise ValueError(
+                "no reversible block was trained: call model.train() before rd.plan, and freeze "
+                "some blocks only"
+            )
         for _ in range(2):  # the first step makes workspaces
             torch.clear_autocast_cache()
             with counting(device, weights) as meter:
@@ -109,7 +112,9 @@ class _Kinds:
         self, blocks: Blocks, index: int, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if (blocks, index) in self.measured:
-            raise ValueError("it runs twice in a forward, and a plan has one choice for it")
+            raise ValueError(
+                f"{blocks.names[index]} runs twice in a forward, and a plan has one choice for it"
+            )
         own, keywords = map_tensors(_detached, (args, kwargs))
         begin = _beginner(blocks, index, x, own, keywords)
         part = Part(

@@ -199,5 +199,10 @@ def differentiate(loss: Any, wanted: Sequence[Tensor]) -> Sequence[Tensor | None
     """Return the gradients of the tensors of a loss."""
     losses = wanted_of(loss)
     if not losses or not wanted:
-        raise ValueError("the loss has no gradient; is all of the model frozen?")
+        raise ValueError("the loss has no gradient: it is no tensor, or all of the model is frozen")
+    for own in losses:
+        if own.numel() != 1:
+            raise ValueError(
+                f"the loss has shape {tuple(own.shape)}, and must be one number, such as its mean"
+            )
     return torch.autograd.grad(losses, wanted, allow_unused=True)

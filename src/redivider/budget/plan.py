@@ -248,6 +248,11 @@ def plan(
     budget = _free(model, device) if memory is None else parse_bytes(memory)
     margin = 0.0 if device is None else MARGIN
     loss = _default_loss if loss is None else loss
+    if not callable(loss):
+        raise TypeError(
+            "loss takes the output of the model, such as loss=lambda y: F.cross_entropy(y, "
+            f"targets), got {type(loss).__name__}"
+        )
     if isinstance(model, Chain):
         names = _unit_names(model)
         problem = measure(model, x, side, loss, is_captured=capture)

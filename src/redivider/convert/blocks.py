@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
@@ -35,11 +36,11 @@ def find_blocks(model: nn.Module, name: str | None) -> tuple[str, list[nn.Module
     candidates = dict(_candidates(model))
     if len(candidates) == 1:
         name, blocks = next(iter(candidates.items()))
-        return name, list(blocks.children())
+        return name, list(blocks)
     if not candidates:
         raise ValueError(
-            f"{type(model).__name__} has no list of blocks of one kind, a ModuleList or Sequential "
-            "of two or more; name it: blocks=..."
+            f"{type(model).__name__} has no ModuleList or Sequential with two or more blocks of "
+            "one kind; name a list of several kinds, blocks=..., and use checkpointing for one block"
         )
     names = ", ".join(map(repr, candidates))
     raise ValueError(f"{type(model).__name__} has several lists of blocks, {names}; name one")
@@ -51,7 +52,7 @@ def _not_a_list(name: str, kind: str) -> ValueError:
     )
 
 
-def _candidates(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _candidates(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Find lists of at least two blocks of one class, but not those inside of such blocks."""
     for name, child in model.named_children():
         full = f"{prefix}.{name}" if prefix else name
@@ -62,7 +63,7 @@ def _candidates(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    members = list(module.children()) if isinstance(module, LISTS) else []
+    members = list(module) if isinstance(module, LISTS) else []  # also twice the same
     kinds = {type(member) for member in members}
     # Blocks have layers of their own; a list of plain layers is no list of blocks.
     return len(members) > 1 and len(kinds) == 1 and any(True for _ in members[0].children())

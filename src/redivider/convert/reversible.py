@@ -134,14 +134,14 @@ class Blocks:
         self.backward = ["compress"] * len(names)
         self.observe: Observe | None = None
         """Function that runs a block in training instead, to measure it."""
-        self._names, self._bits = names, bits
+        self.names, self._bits = names, bits
         self._is_checked = False
         self.compiled: dict[Any, Any] = {}
         """Compiled functions, which blocks share that differ in their weights only."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled functions cannot be copied. Blocks may be copied alone: copies add themselves.
-        return {**vars(self), "compiled": {}, "_refs": [_nothing] * len(self._names)}
+        return {**vars(self), "compiled": {}, "_refs": [_nothing] * len(self.names)}
 
     @property
     def plain(self) -> list[Any]:
@@ -163,7 +163,7 @@ class Blocks:
     def run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block in training."""
         plain = self.plain[index]
-        with naming(self._names[index]):
+        with naming(self.names[index]):
             if getattr(plain.wrapped, "gradient_checkpointing", False):
                 _refuse_checkpointing()
             x, args, kwargs = plain.split_stream(*_without_cache(args, kwargs))
@@ -174,15 +174,15 @@ class Blocks:
                 return self.observe(self, index, x, args, kwargs)
             if self.backward[index] == UNPLANNED:
                 raise ValueError(
-                    "the plan has no choice for this block, which was frozen or absent when it "
-                    "was made; make a new one: rd.plan(model, ...).apply()"
+                    f"the plan has no choice for {self.names[index]}, which was frozen or absent "
+                    "when it was made; make a new one: rd.plan(model, ...).apply()"
                 )
             keepers = _find_mark(x, self)  # of the pass that the stream belongs to
             keepers = Keepers() if keepers is None else keepers
             output = self.run_by(self.backward[index], index, keepers, x, args, kwargs)
             for tensor in tensors_of(output):
                 _set_mark(tensor, self, keepers)
-            if index == len(self._names) - 1:
+            if index == len(self.names) - 1:
                 self._warn_once(keepers)
             return output
 
@@ -194,7 +194,7 @@ class Blocks:
         self._is_checked = True
         if all(tapes.num_inputs > 1 and not tapes.num_codes for tapes in all_tapes):
             warnings.warn(
-                f"{self._names[0].rpartition('.')[0]}: no two blocks have inputs of one shape, so "
+                f"{self.names[0].rpartition('.')[0]}: no two blocks have inputs of one shape, so "
                 "nothing is compressed; name a list of blocks that keep it, blocks=...",
                 stacklevel=2,
             )
@@ -228,10 +228,10 @@ class Blocks:
         keeper = keepers.get(strategy) or self.make_keeper(strategy, x)
         # With the graph of the first run, gradients of what a block keeps inside are noticed.
         if keeper is None:
-            kept = KeptInput(self._names[index], call, with_graph=True)
+            kept = KeptInput(self.names[index], call, with_graph=True)
         else:
             keepers[strategy] = keeper
-            kept = keeper.make_kept(self._names[index], call, with_graph=True, num_inputs=1)
+            kept = keeper.make_kept(self.names[index], call, with_graph=True, num_inputs=1)
         kept.returns_others = True
         if strategy.saves:
             from redivider.backward.saving import Saving

@@ -83,9 +83,8 @@ def test_a_block_that_was_frozen_when_the_plan_was_made_does_not_train_by_it():
     loss_of(model(x)).backward()
     before = copy.deepcopy(model)
     model.layers[0].requires_grad_(True)
-    with pytest.raises(ValueError, match=r"no choice for this block.*rd\.plan") as caught:
+    with pytest.raises(ValueError, match=r"no choice for layers\.0.*rd\.plan"):
         model(x)
-    assert "layers.0" in f"{caught.value} {caught.value.__notes__}"
     assert torch.equal(model.eval()(x), before.eval()(x))
     again = rd.plan(model.train(), x, memory="1GiB", loss=loss_of)
     assert len(again) == 4
@@ -146,7 +145,7 @@ def test_equal_blocks_are_measured_once(monkeypatch):
 def test_networks_that_have_no_plan():
     model, x = make()
     model.num_runs = 2
-    with pytest.raises(ValueError, match="runs twice in a forward"):
+    with pytest.raises(ValueError, match=r"layers\.0 runs twice in a forward"):
         rd.plan(model, x, memory="1GiB")
     model, x = make()
     with pytest.raises(ValueError, match=r"call model\.train\(\)"):

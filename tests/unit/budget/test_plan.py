@@ -5,6 +5,7 @@ import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -339,5 +340,16 @@ def test_a_plan_on_a_gpu_leaves_some_of_the_budget_free(monkeypatch):
 def test_a_loss_with_weights_of_its_own_and_a_frozen_chain():
     model, x = make()
     head = nn.Linear(5, 1)
-    with pytest.raises(ValueError, match="the loss has no gradient; is all of the model frozen"):
+    with pytest.raises(ValueError, match=r"no gradient: .* all of the model is frozen"):
         rd.plan(model.requires_grad_(False), x, memory=10**6, loss=lambda y: head(y).sum())
+
+
+def test_losses_that_are_none():
+    model, x = make()
+    loss: Any = "cross_entropy"
+    with pytest.raises(TypeError, match=r"loss takes the output of the model, .* got str"):
+        rd.plan(model, x, memory=10**9, loss=loss)
+    with pytest.raises(ValueError, match=r"the loss has shape .*, and must be one number"):
+        rd.plan(model, x, memory=10**9, loss=lambda y: y)
+    with pytest.raises(ValueError, match="has no gradient: it is no tensor"):
+        rd.plan(model, x, memory=10**9, loss=lambda y: y.sum().item())

@@ -28,7 +28,9 @@ class Shares:
         self._is_used = [param.grad is not None for param in self._trained]
         layers = counting_layers(list(module.modules()))
         names = ("running_mean", "running_var")
-        self._running = [layer.get_buffer(name) for layer in layers for name in names]
+        # By `.data`, because graphs in flight refer to statistics, which batch norm itself changes
+        # without them noticing. Their backward does not read them.
+        self._running = [layer.get_buffer(name).data for layer in layers for name in names]
 
     @property
     def are_complete(self) -> bool:
