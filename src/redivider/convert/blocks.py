@@ -40,7 +40,7 @@ def find_blocks(model: nn.Module, name: str | None) -> tuple[str, list[nn.Module
     if not candidates:
         raise ValueError(
             f"{type(model).__name__} has no ModuleList or Sequential with two or more blocks of "
-            "one kind; name a list of several kinds, blocks=..., and use checkpointing for one block"
+            "one kind; name a list of several kinds, blocks=...; use checkpointing for one block"
         )
     names = ", ".join(map(repr, candidates))
     raise ValueError(f"{type(model).__name__} has several lists of blocks, {names}; name one")
