@@ -28,8 +28,8 @@ def instead(value: Tensor, source: Tensor) -> Any:
 def approach(x: Tensor, y: Tensor, bits: int) -> Tensor:
     """Return `y`, moved by the closest of 2^bits levels around 0, the upper of two, row by row.
 
-    Levels are a power of 2^(1/3) apart. Of a row of 384 values the largest difference is added as
-    it is, in bfloat16, of one of 768 or more the largest two.
+    Levels are a power of 2^(1/3) apart. Of a row of 384 values the largest difference is rounded to
+    as many steps as it has, of one of 768 or more the largest two.
     """
     order = sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
     back = [order.index(dim) for dim in range(x.dim())]
@@ -45,13 +45,16 @@ def approach(x: Tensor, y: Tensor, bits: int) -> Tensor:
         distance = row_x.to(y.dtype) - row_y
         sizes = distance.abs().tolist()
         apart = sorted(range(length), key=lambda place: -sizes[place])[: min(2, length // 384)]
-        largest = distance[apart].bfloat16().to(y.dtype)
+        largest = distance[apart]
         distance[apart] = 0
         step = STEPS[bits] * float(distance.square().mean().sqrt())
+        most = 2 ** (31 - math.ceil(math.log2(length))) if apart else 1
+        step = max(step, *(abs(float(size)) / (0.85 * most) for size in largest), 0.0)
         step = 2 ** (math.floor(3 * math.log2(step) + 0.5) / 3) if step else 0.0
         levels = step * (torch.arange(2**bits, dtype=y.dtype) - (2**bits - 1) / 2).flip(0)
         moves = levels[(distance[:, None] - levels).abs().argmin(1)]
-        moves[apart] = largest
+        if step:
+            moves[apart] = (largest / step + 0.5).floor() * step
         rows.append(row_y + moves)
     return torch.stack(rows).view(y.shape).permute(back)
 

@@ -10,9 +10,8 @@ The step is a multiple of the row's root mean square, rounded to a power of 2^(1
 takes one byte.
 
 A pretrained network may have a few values thousands of times larger than the rest of their row
-(attention sinks). They would set its step. So the largest differences of a long row are kept apart,
-in bfloat16, and left out of the step. What the rounding of one leaves is part of the next
-difference, as all errors are.
+(attention sinks). They would set its step. So the largest differences of a long row are kept apart
+and left out of the step: as whole numbers of steps, which are as exact as the other values.
 """
 
 from importlib import import_module
@@ -30,11 +29,14 @@ PER_BYTE = 8
 ROW = 64  # a row has as many values at least, so that its step takes little memory
 MAX_ROW = 2**16  # values of a row that kernels take
 HUGE = 1e16  # larger differences, of which a sum of squares may overflow, count as 0; so does NaN
-STEPS_PER_OCTAVE = 3  # finer ones gain little: these add 2 % to the squared error with 2 bits
-EXPONENT_OF_1 = 112  # from 1 to 255, that is steps from 7e-12 to 2e14; exponent 0 is step 0
+STEPS_PER_OCTAVE = 3  # these add 2 % to the squared error with 2 bits, and 8 % with 8
+EXPONENT_OF_1 = 112  # from 1 to 255, that is steps from 7e-12 to 2e14; exponent 0 stands for step 0
 MAX_EXPONENT = 255
 MAX_OUTLIERS = 2  # differences of a row that are kept apart
 VALUES_PER_OUTLIER = 384  # so that they take at most a twelfth of a bit a value
+FILL = (
+    0.85  # of the range of an outlier, so that it suffices for the closest step, which is smaller
+)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -45,10 +47,8 @@ class Code(NamedTuple):
     """Codes, packed: for every row and bit, a bit of every value."""
     exponents: Tensor
     """Exponents of the rows' steps."""
-    places: Tensor
-    """Places in the rows of the differences that are kept apart."""
     outliers: Tensor
-    """These differences, which are added instead of a level."""
+    """Differences that are kept apart: their steps, times 2^`num_place_bits`, plus their places."""
 
 
 def row_length(shape: torch.Size) -> int:
@@ -72,9 +72,14 @@ def num_outliers(length: int) -> int:
     return min(MAX_OUTLIERS, length // VALUES_PER_OUTLIER)
 
 
-def place_dtype(length: int) -> torch.dtype:
-    """Return the type of places in a row."""
-    return torch.int16 if length <= torch.iinfo(torch.int16).max else torch.int32
+def num_place_bits(length: int) -> int:
+    """Return how many bits of an outlier are its place in the row."""
+    return (length - 1).bit_length()
+
+
+def max_steps(length: int) -> int:
+    """Return the number of steps that an outlier has at most, and fewer by one upwards."""
+    return 2 ** (31 - num_place_bits(length)) if length <= MAX_ROW else 2**22
 
 
 def encode(x: Tensor, y: Tensor, bits: int) -> Code:
@@ -94,15 +99,22 @@ def encode(x: Tensor, y: Tensor, bits: int) -> Code:
     distance = x.reshape(rows.shape).to(y.dtype) - rows
     distance = torch.where(distance.abs() < HUGE, distance, 0.0)
     places = _places_of_largest(distance, num_outliers(length))
-    outliers = distance.gather(1, places).to(torch.bfloat16)
+    apart = distance.gather(1, places)
     distance.scatter_(1, places, 0.0)
-    exponents = _to_exponents(distance.square().mean(1).sqrt().mul_(STEPS[bits]))
+    steps = distance.square().mean(1).sqrt().mul_(STEPS[bits])
+    most = max_steps(length)
+    if places.numel():  # a step in which the outliers can be told
+        steps = torch.maximum(steps, apart.abs().amax(1) / (FILL * most))
+    exponents = _to_exponents(steps)
     steps = _to_steps(exponents, distance.dtype)
     levels = 2**bits
     code = distance.div_(steps[:, None]).floor_().add_(levels // 2)
     # Where y equals x, the step is 0 and any code will do.
     code = code.nan_to_num_(0).clamp_(0, levels - 1).to(torch.uint8)
-    result = Code(pack(code, bits), exponents, places.to(place_dtype(length)), outliers)
+    counts = apart.div_(steps[:, None]).add_(0.5).floor_().nan_to_num_(0).clamp_(-most, most - 1)
+    outliers = counts.long().mul_(2 ** num_place_bits(length)).add_(places)
+    kind = torch.int32 if length <= MAX_ROW else torch.int64
+    result = Code(pack(code, bits), exponents, outliers.to(kind))
     move(y, result, 1)
     return result
 
@@ -116,16 +128,16 @@ def move(y: Tensor, code: Code, sign: int) -> None:
     rows = y.view(-1, row_length(y.shape))
     middle = (2 ** code.packed.shape[1] - 1) / 2
     values = unpack(code.packed, rows.shape[1]).to(y.dtype).sub_(middle)
-    values.mul_(_to_steps(code.exponents, y.dtype)[:, None])
-    values.scatter_(1, code.places.long(), code.outliers.to(y.dtype))
-    rows.add_(values, alpha=sign)
+    place_bits = num_place_bits(rows.shape[1])
+    places = code.outliers & (2**place_bits - 1)
+    values.scatter_(1, places.long(), (code.outliers >> place_bits).to(y.dtype))
+    rows.add_(values.mul_(_to_steps(code.exponents, y.dtype)[:, None]), alpha=sign)
 
 
 def _to_exponents(steps: Tensor) -> Tensor:
-    """Return the exponents of the closest steps."""
+    """Return the exponents of the closest steps; those below the grid are 0."""
     exponents = steps.log2().mul_(STEPS_PER_OCTAVE).add_(EXPONENT_OF_1 + 0.5).floor_()
-    exponents = exponents.clamp_(1, MAX_EXPONENT)
-    return torch.where(steps > 0, exponents, 0.0).to(torch.uint8)
+    return exponents.clamp_(0, MAX_EXPONENT).to(torch.uint8)
 
 
 def _to_steps(exponents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,7 +147,7 @@ def _to_steps(exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _places_of_largest(rows: Tensor, num: int) -> Tensor:
-    """Return the places of the values of largest size, the first of several that are equal."""
+    """Return the places of the values of largest size in order, the first of several equal ones."""
     places = torch.empty(rows.shape[0], num, dtype=torch.long, device=rows.device)
     if num:
         sizes = rows.abs()
@@ -143,7 +155,7 @@ def _places_of_largest(rows: Tensor, num: int) -> Tensor:
             place = sizes.argmax(1, keepdim=True)
             sizes.scatter_(1, place, -1.0)
             places[:, index] = place[:, 0]
-    return places
+    return places.sort(1).values
 
 
 def pack(rows: Tensor, bits: int) -> Tensor:

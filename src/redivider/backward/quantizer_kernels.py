@@ -10,14 +10,16 @@ from torch import Tensor
 
 from redivider.backward.quantizer import (
     EXPONENT_OF_1,
+    FILL,
     HUGE,
     MAX_EXPONENT,
     PER_BYTE,
     STEPS,
     STEPS_PER_OCTAVE,
     Code,
+    max_steps,
     num_outliers,
-    place_dtype,
+    num_place_bits,
 )
 
 MAX_INT32 = 2**31 - 2**20  # indices beyond need 64 bits, which are slow
@@ -34,11 +36,10 @@ def encode_rows(x: Tensor, y: Tensor, length: int, bits: int) -> Code:
     size = triton.cdiv(length, PER_BYTE)
     packed = torch.empty(num, bits, size, dtype=torch.uint8, device=y.device)
     exponents = torch.empty(num, dtype=torch.uint8, device=y.device)
-    places = torch.empty(num, apart, dtype=place_dtype(length), device=y.device)
-    outliers = torch.empty(num, apart, dtype=torch.bfloat16, device=y.device)
-    code = Code(packed, exponents, places, outliers)
-    constants = {"STEP": STEPS[bits], "BITS": bits, "OUTLIERS": apart, "HUGE": HUGE}
-    constants["MAX_EXPONENT"] = MAX_EXPONENT
+    outliers = torch.empty(num, apart, dtype=torch.int32, device=y.device)
+    code = Code(packed, exponents, outliers)
+    constants = {"STEP": STEPS[bits], "BITS": bits, "OUTLIERS": apart, "HUGE": HUGE, "FILL": FILL}
+    constants |= {"MAX_EXPONENT": MAX_EXPONENT, "MAX_STEPS": max_steps(length)}
     _run(_encode, num, x, y, *code, length, size, **constants)
     return code
 
@@ -46,17 +47,18 @@ def encode_rows(x: Tensor, y: Tensor, length: int, bits: int) -> Code:
 def move_rows(y: Tensor, code: Code, length: int, sign: int) -> None:
     """Add a coded difference to the rows of `y`, or subtract it if the sign is -1."""
     num, bits, size = code.packed.shape
-    constants = {"SIGN": sign, "BITS": bits, "OUTLIERS": code.places.shape[1]}
+    constants = {"SIGN": sign, "BITS": bits, "OUTLIERS": code.outliers.shape[1]}
     _run(_move, num, y, *code, length, size, **constants)
 
 
 def _run(kernel: Any, num: int, *args: Any, **options: Any) -> None:
     """Run a kernel, one program a row."""
-    first, size = args[0], args[-1]
+    first, length, size = args[0], *args[-2:]
     if first.numel():
         block = triton.next_power_of_2(size)
         largest = max(first.numel(), num * options["BITS"] * size)
         options |= GRID | {"WIDE": largest >= MAX_INT32, "BLOCK": block}
+        options["PLACE_BITS"] = num_place_bits(length)
         warps = min(max(1, block // WARP), MAX_WARPS)
         with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
             kernel[(num,)](*args, **options, num_warps=warps)
@@ -90,7 +92,6 @@ def _encode(
     y_ptr,
     packed_ptr,
     exponents_ptr,
-    places_ptr,
     outliers_ptr,
     length,
     size,
@@ -98,7 +99,10 @@ def _encode(
     BITS: tl.constexpr,
     OUTLIERS: tl.constexpr,
     HUGE: tl.constexpr,
+    FILL: tl.constexpr,
     MAX_EXPONENT: tl.constexpr,
+    MAX_STEPS: tl.constexpr,
+    PLACE_BITS: tl.constexpr,
     PER_OCTAVE: tl.constexpr,
     EXPONENT_OF_1: tl.constexpr,
     WIDE: tl.constexpr,
@@ -110,25 +114,31 @@ def _encode(
     distance = x - y
     distance = tl.where(tl.abs(distance) < HUGE, distance, 0.0)
     magnitude = tl.where(mask, tl.abs(distance), -1.0)
-    outliers = tl.zeros_like(distance)
-    for index in tl.static_range(OUTLIERS):
-        is_largest = magnitude == tl.max(magnitude)
-        largest = tl.min(tl.where(is_largest, place, length))  # the first of several
-        value = tl.sum(tl.where(place == largest, distance, 0.0)).to(tl.bfloat16)
-        outliers = tl.where(place == largest, value.to(tl.float32), outliers)
-        magnitude = tl.where(place == largest, -1.0, magnitude)
-        tl.store(places_ptr + row * OUTLIERS + index, largest.to(places_ptr.dtype.element_ty))
-        tl.store(outliers_ptr + row * OUTLIERS + index, value)
-    rest = tl.where(magnitude < 0, 0.0, distance)
-    step = tl.sqrt(tl.sum(rest * rest) / length) * STEP
-    octaves = tl.log2(tl.where(step > 0, step, 1.0))
+    is_apart = place < 0
+    most = 0.0
+    for _ in tl.static_range(OUTLIERS):
+        size_of_largest = tl.max(magnitude)
+        largest = tl.min(tl.where(magnitude == size_of_largest, place, length))  # the first one
+        most = tl.maximum(most, size_of_largest)
+        is_apart |= place == largest
+        magnitude = tl.where(is_apart, -1.0, magnitude)
+    rest = tl.where(is_apart, 0.0, distance)
+    step = tl.maximum(tl.sqrt(tl.sum(rest * rest) / length) * STEP, most / (FILL * MAX_STEPS))
+    octaves = tl.log2(tl.where(step > 0, step, 1e-30))
     exponent = tl.floor(octaves * PER_OCTAVE + (EXPONENT_OF_1 + 0.5))
-    exponent = tl.minimum(tl.maximum(exponent, 1.0), MAX_EXPONENT * 1.0)
-    exponent = tl.where(step > 0, exponent, 0.0).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, 0.0), MAX_EXPONENT * 1.0).to(tl.int32)
     step = _step(exponent, PER_OCTAVE, EXPONENT_OF_1)
-    code = tl.floor(rest / tl.where(exponent == 0, 1.0, step)) + (1 << (BITS - 1))
+    distance = distance / tl.where(exponent == 0, 1.0, step)
+    code = tl.floor(tl.where(is_apart, 0.0, distance)) + (1 << (BITS - 1))
     code = tl.minimum(tl.maximum(code, 0.0), (1 << BITS) - 1.0)
-    y += tl.where(magnitude < 0, outliers, step * (code - ((1 << BITS) - 1) * 0.5))
+    count = tl.floor(tl.where(is_apart, distance, 0.0) + 0.5)
+    count = tl.minimum(tl.maximum(count, -MAX_STEPS * 1.0), MAX_STEPS - 1.0)
+    y += step * tl.where(is_apart, count, code - ((1 << BITS) - 1) * 0.5)
+    before = -1
+    for index in tl.static_range(OUTLIERS):
+        before = tl.min(tl.where(is_apart & (place > before), place, length))
+        own = tl.sum(tl.where(place == before, count, 0.0)).to(tl.int32)
+        tl.store(outliers_ptr + row * OUTLIERS + index, (own << PLACE_BITS) + before)
     tl.store(y_ptr + row * length + place, y, mask)
     tl.store(exponents_ptr + row, exponent.to(tl.uint8))
     level = code.to(tl.int32)
@@ -143,13 +153,13 @@ def _move(
     y_ptr,
     packed_ptr,
     exponents_ptr,
-    places_ptr,
     outliers_ptr,
     length,
     size,
     SIGN: tl.constexpr,
     BITS: tl.constexpr,
     OUTLIERS: tl.constexpr,
+    PLACE_BITS: tl.constexpr,
     PER_OCTAVE: tl.constexpr,
     EXPONENT_OF_1: tl.constexpr,
     WIDE: tl.constexpr,
@@ -163,10 +173,10 @@ def _move(
         start = packed_ptr + (row * BITS + bit) * size
         byte = tl.load(start + column, is_column, 0).to(tl.int32)
         number |= ((byte[None, :] >> tl.arange(0, 8)[:, None]) & 1) << bit
-    change = step * (number.to(tl.float32) - ((1 << BITS) - 1) * 0.5)
+    steps = number.to(tl.float32) - ((1 << BITS) - 1) * 0.5
     for index in tl.static_range(OUTLIERS):
-        outlier_place = tl.load(places_ptr + row * OUTLIERS + index).to(tl.int32)
-        outlier = tl.load(outliers_ptr + row * OUTLIERS + index).to(tl.float32)
-        change = tl.where(place == outlier_place, outlier, change)
-    y += SIGN * change
+        outlier = tl.load(outliers_ptr + row * OUTLIERS + index)
+        is_its_place = place == (outlier & ((1 << PLACE_BITS) - 1))
+        steps = tl.where(is_its_place, (outlier >> PLACE_BITS).to(tl.float32), steps)
+    y += SIGN * (step * steps)
     tl.store(y_ptr + row * length + place, y, mask)

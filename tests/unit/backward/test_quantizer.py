@@ -80,7 +80,10 @@ def walk(inputs, bits):
     return torch.stack(known), codes
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 8])
+SPREAD = {1: 2.1, 2: 1.3, 3: 0.7, 8: 0.04}  # of a step, in differences of the others
+
+
+@pytest.mark.parametrize("bits", SPREAD)
 @pytest.mark.parametrize("size", CHANNELS)
 def test_outliers_are_followed_at_once_and_leave_the_others_alone(size, bits):
     inputs, calm = stream(size), stream()
@@ -90,10 +93,11 @@ def test_outliers_are_followed_at_once_and_leave_the_others_alone(size, bits):
     others = error.clone()
     others[:, :2, CHANNELS[size]] = 0
     usual = (walk(calm, bits)[0] - calm[1:]).norm(dim=(1, 2))
-    assert (others.norm(dim=(1, 2)) <= 1.2 * usual).all()
+    assert (others.norm(dim=(1, 2)) <= 1.2 * usual + size / 2**17).all()
     appears, vanishes = SINK.start - 1, SINK.stop - 1
     for place in (appears, vanishes):
-        assert outliers[place].max() <= 2**-8 * (size + 4)  # as exact as bfloat16
+        # As exact as the others; of the largest size, a share of the range of 22 bits.
+        assert outliers[place].max() <= max(SPREAD[bits], size / 2**20)
     assert outliers.max() <= 0.02 * size
 
     y = known[-1].clone()
@@ -106,10 +110,36 @@ def test_outliers_take_at_most_a_twelfth_of_a_bit():
     for length in (100, 383, 384, 767, 768, 4096, 40_000):
         x, y = torch.randn(2, 2, length)
         code = encode(x, y, 2)
-        assert code.places.shape == code.outliers.shape == (2, min(2, length // 384))
-        assert code.places.nbytes + code.outliers.nbytes <= 2 * length / 12 / 8
-        ours, true = (tensor.gather(1, code.places.long()) for tensor in (y, x))
-        assert torch.allclose(ours, true, rtol=0, atol=2**-8 * 10)
+        assert code.outliers.shape == (2, min(2, length // 384))
+        assert code.outliers.nbytes <= 2 * length / 12 / 8
+
+
+@pytest.mark.parametrize("places", [[0], [767], [3, 700]], ids=str)
+def test_outliers_alone_are_kept(places):
+    """The other values have arrived, and leave no step to count in."""
+    y = torch.randn(2, 768).double()
+    x = y.clone()
+    x[1, places] += torch.tensor([300.0, -2e4])[: len(places)].double()
+    before = y.clone()
+    code = encode(x, y, 2)
+    error = (y - x).abs()
+    assert error[:, places].max() <= 2e4 / 2**20 and not error[0].any()
+    rest = error.clone()
+    rest[1, places] = 0
+    assert rest.max() <= 2 * 2e4 / 2**20
+    move(y, code, -1)
+    assert torch.allclose(y, before, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [32_800, 70_000])
+def test_outliers_far_in_a_row(length):
+    x, y = torch.zeros(2, 2, length)
+    x[:, [100, length - 1]] = torch.tensor([[-40.0, 50.0], [60.0, -70.0]])
+    before = y.clone()
+    code = encode(x, y, 8)
+    assert (x - y).abs().max() <= 0.01
+    move(y, code, -1)
+    assert torch.equal(y, before)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 8])
@@ -135,18 +165,19 @@ def test_steps_lie_on_a_grid_from_the_smallest_to_the_largest(bits):
     assert ((y - x).abs()[near] <= (0.5 * 2 ** (1 / 6) * best[:, None].expand_as(x))[near]).all()
 
 
-def test_steps_off_the_grid_are_its_ends():
+def test_differences_below_the_grid_stay_and_those_above_are_followed_slowly():
     x, y = torch.tensor([[1e-14], [1e15]]).expand(2, 300), torch.zeros(2, 300)
     code = encode(x, y, 2)
-    assert code.exponents.tolist() == [1, 255] and y.isfinite().all()
-    assert y[0, 0] < 1e-11 < 1e14 < y[1, 0] < 1e15
+    assert code.exponents.tolist() == [0, 255]
+    assert not y[0].any() and 1e14 < y[1, 0] < 1e15
 
 
-def test_rows_that_have_arrived_stay():
-    x = torch.randn(3, 800)
+@pytest.mark.parametrize("size", [0, 1])
+def test_rows_that_have_arrived_stay(size):
+    x = size * torch.randn(3, 800)
     y = x.clone()
     code = encode(x, y, 2)
-    assert torch.equal(y, x)
+    assert torch.equal(y, x) and not code.exponents.any()
     move(y, code, -1)
     assert torch.equal(y, x)
 
@@ -178,16 +209,15 @@ def test_values_that_are_not_finite_are_not_followed():
     clean = y.clone()
     encode(x, clean, 2)
     x[1, 7], x[2, 3] = torch.inf, torch.nan
-    code = encode(x, y, 2)
+    encode(x, y, 2)
     assert y.isfinite().all() and torch.equal(y[0], clean[0])
-    assert code.outliers.isfinite().all()
 
 
 @pytest.mark.parametrize("size", [9e15, 9e17, 1e30])
 def test_huge_differences_do_not_overflow(size):
     x, y = torch.full((2, 40_000), size), torch.zeros(2, 40_000)
     code = encode(x, y, 2)
-    assert y.isfinite().all() and code.outliers.isfinite().all()
+    assert y.isfinite().all() and bool(y.any()) == (size < 1e16)
     move(y, code, -1)
     assert (y.abs() <= 1e-6 * size).all()
 
