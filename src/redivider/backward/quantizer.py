@@ -34,9 +34,7 @@ EXPONENT_OF_1 = 112  # from 1 to 255, that is steps from 7e-12 to 2e14; exponent
 MAX_EXPONENT = 255
 MAX_OUTLIERS = 2  # differences of a row that are kept apart
 VALUES_PER_OUTLIER = 384  # so that they take at most a twelfth of a bit a value
-FILL = (
-    0.85  # of the range of an outlier, so that it suffices for the closest step, which is smaller
-)
+FILL = 0.85  # of the range of an outlier, since rounding may make the step smaller
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
