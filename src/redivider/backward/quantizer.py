@@ -76,7 +76,7 @@ def num_place_bits(length: int) -> int:
 
 
 def max_steps(length: int) -> int:
-    """Return the number of steps that an outlier has at most, and fewer by one upwards."""
+    """Return how many steps an outlier may lie below 0; above, it is one fewer."""
     return 2 ** (31 - num_place_bits(length)) if length <= MAX_ROW else 2**22
 
 
@@ -101,7 +101,7 @@ def encode(x: Tensor, y: Tensor, bits: int) -> Code:
     distance.scatter_(1, places, 0.0)
     steps = distance.square().mean(1).sqrt().mul_(STEPS[bits])
     most = max_steps(length)
-    if places.numel():  # a step in which the outliers can be told
+    if places.numel():  # a step in which the outliers can be counted
         steps = torch.maximum(steps, apart.abs().amax(1) / (FILL * most))
     exponents = _to_exponents(steps)
     steps = _to_steps(exponents, distance.dtype)

@@ -73,8 +73,8 @@ def measure_blocks(
             model(*inputs, **side)
         if not kinds.measured:
             raise ValueError(
-                "no reversible block was trained: call model.train() before rd.plan, and freeze "
-                "some blocks only"
+                "no reversible block was trained: call model.train() before rd.plan, and do not "
+                "freeze all blocks"
             )
         for _ in range(2):  # the first step makes workspaces
             torch.clear_autocast_cache()

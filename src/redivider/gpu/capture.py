@@ -158,8 +158,8 @@ class Captured:
 def _own_stream(device: torch.device) -> Iterator[None]:
     """Use a CUDA stream beside the caller's, as a capture must.
 
-    Every capture has one of its own, as far as torch's 32 go: with a graph, torch 2.13 frees the
-    cuBLAS workspaces of its stream, also those that other graphs captured there still use.
+    Every capture has one of its own (torch has 32, then they repeat): with a graph, torch 2.13
+    frees the cuBLAS workspaces of its stream, also those that other graphs captured there use.
     """
     caller = torch.cuda.current_stream(device)
     own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

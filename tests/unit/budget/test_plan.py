@@ -344,7 +344,7 @@ def test_a_loss_with_weights_of_its_own_and_a_frozen_chain():
         rd.plan(model.requires_grad_(False), x, memory=10**6, loss=lambda y: head(y).sum())
 
 
-def test_losses_that_are_none():
+def test_what_is_no_loss_is_refused():
     model, x = make()
     loss: Any = "cross_entropy"
     with pytest.raises(TypeError, match=r"loss takes the output of the model, .* got str"):
