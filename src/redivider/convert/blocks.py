@@ -63,7 +63,7 @@ def _candidates(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    members = list(module) if isinstance(module, LISTS) else []  # children() would leave out duplicates
+    members = list(module) if isinstance(module, LISTS) else []  # duplicates as well
     kinds = {type(member) for member in members}
     # Blocks have layers of their own; a list of plain layers is no list of blocks.
     return len(members) > 1 and len(kinds) == 1 and any(True for _ in members[0].children())
