@@ -26,6 +26,7 @@ FOLDERS = {
     "quality": "gradient-by-stage",
     "muon": "muon",
     "sooner": "fewer-epochs",
+    "deeper": "fewer-epochs",
     "race": "race-to-90",
     "vit": "transformers",
     "gpt": "transformers",
@@ -36,7 +37,7 @@ FOLDERS = {
     "budget": "memory-budgets",
     "grid": "scale",
 }
-PUBLISHED = 94.9  # percent, of RevNet-18 by PETRA and by backprop
+PUBLISHED = {"revnet18": 94.9, "revnet34": 94.8}  # percent, by PETRA in 300 epochs
 NUM_STAGES = 10  # of RevNet-18, one per block, if a row has no number
 # Of the stages that sleep: seconds of a forward and a backward, micro-batches of an update.
 FORWARD, BACKWARD, K = 0.04, 0.08, 32
@@ -66,6 +67,12 @@ def read(name: str) -> list[Row]:
 def percent(row: Row) -> float:
     """Return the final test accuracy in percent."""
     return 100 * float(row["last"])
+
+
+def model_of(row: Row) -> str:
+    """Return the name of the model, RevNet-18 if the run's name has none."""
+    match = re.search(r"revnet\d+", row["run"])
+    return match[0] if match else "revnet18"
 
 
 def num_in_flight(row: Row) -> int:
@@ -194,21 +201,23 @@ def draw_muon(images: list[Row], text: list[Row]) -> None:
 
 
 def draw_sooner(rows: list[Row]) -> None:
-    """Draw accuracy by epoch, by PETRA and by backprop with Muon, and the published accuracy."""
-    figure, axis = plt.subplots(figsize=(7, 3.6))
+    """Draw accuracy by epoch, by PETRA and by backprop with Muon, and what is published."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True)
     styles = {"petra": ("PETRA", "tab:blue"), "store": ("backprop", "tab:orange")}
-    for method, (label, colour) in styles.items():
-        seeds = [row for row in rows if row["method"] == method]
-        last = ", ".join(f"{percent(row):.1f}" for row in seeds)
-        for number, row in enumerate(seeds):
-            epochs, _, scores = zip(*row["curve"], strict=True)
-            shown = [100 * score for score in scores]
-            text = "" if number else f"{label}: {last}"
-            axis.plot(epochs, shown, color=colour, label=text, linewidth=1.2)
-    axis.axhline(PUBLISHED, color="tab:gray", linestyle=":", label=f"300 epochs: {PUBLISHED}")
-    axis.set(xlabel="epochs", ylabel="test accuracy (%)", ylim=(80, 96))
-    axis.set_title("RevNet-18, CIFAR-10, Muon")
-    axis.legend(fontsize=8)
+    for axis, (model, published) in zip(axes, PUBLISHED.items(), strict=True):
+        for method, (label, colour) in styles.items():
+            seeds = [row for row in rows if (model_of(row), row["method"]) == (model, method)]
+            last = ", ".join(f"{percent(row):.1f}" for row in seeds)
+            for number, row in enumerate(seeds):
+                epochs, _, scores = zip(*row["curve"], strict=True)
+                shown = [100 * score for score in scores]
+                text = "" if number else f"{label}: {last}"
+                axis.plot(epochs, shown, color=colour, label=text, linewidth=1.2)
+        text = f"PETRA, 300 epochs, published: {published}"
+        axis.axhline(published, color="tab:gray", linestyle=":", label=text)
+        axis.set(xlabel="epochs", ylim=(80, 96), title=f"RevNet-{model[6:]}, CIFAR-10, Muon")
+        axis.legend(fontsize=8)
+    axes[0].set_ylabel("test accuracy (%)")
     save(figure, "sooner")
 
 
@@ -315,7 +324,7 @@ def draw_finetune(rows: list[Row], scores: list[Row]) -> None:
 
 
 def draw_budget(rows: list[Row]) -> None:
-    """Draw the time of a step against its peak: plans, plans by hand, and torch's setting."""
+    """Draw the time of a step, of store's, against its peak: plans, by hand, torch's setting."""
     titles = {"rev_vit_large": "Rev-ViT-L, batch 64", "rev_gpt_small": "Rev-GPT small, 8 x 1,024"}
     styles = {
         "plan": ("o-", "tab:blue", 2.2),
@@ -329,12 +338,16 @@ def draw_budget(rows: list[Row]) -> None:
     labels = {"plan": "rd.plan", "torch": "torch's activation_memory_budget"}
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.6))
     for axis, (model, title) in zip(axes, titles.items(), strict=True):
+        own = [row for row in rows if row["model"] == model]
+        [store_ms] = [row["ms"] for row in own if row["how"] == "store"]
         for how, (style, colour, width) in styles.items():
-            line = [row for row in rows if (row["model"], row["how"]) == (model, how)]
-            peaks, ms = zip(*((row["peak MiB"], row["ms"]) for row in line), strict=True)
+            line = [row for row in own if row["how"] == how]
+            peaks = [row["peak MiB"] for row in line]
+            # A row that was measured on another machine has the time of `store` there.
+            times = [row["ms"] / row.get("store ms", store_ms) for row in line]
             label = labels.get(how, how)
-            axis.plot(peaks, ms, style, color=colour, linewidth=width, markersize=5, label=label)
-        axis.set(xlabel="MiB at the peak", ylabel="milliseconds a step", title=title)
+            axis.plot(peaks, times, style, color=colour, linewidth=width, markersize=5, label=label)
+        axis.set(xlabel="MiB at the peak", ylabel="time of a step, of store's", title=title)
         axis.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, "budget")
@@ -443,7 +456,7 @@ if __name__ == "__main__":
     draw_short(read("short"))
     draw_quality(read("quality"))
     draw_overlap(read("overlap"))
-    draw_curves("revnet18", line=(PUBLISHED, "published, both"))
+    draw_curves("revnet18", line=(PUBLISHED["revnet18"], "published, both"))
     draw_curves("revnet34")
     draw_curves("revnet50")
     draw_curves("vit")
