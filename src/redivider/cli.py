@@ -155,7 +155,7 @@ def _make_parser() -> argparse.ArgumentParser:
     for name, kind, default, text in (
         ("devices", int, None, "Number of devices."),
         ("samples", int, None, "Samples of an update."),
-        ("memory", float, 80.0, "GiB of a device (80)."),
+        ("memory", str, "80GiB", 'Memory of a device, such as "24GiB" (80GiB).'),
         ("link-ms", float, 0.01, "Milliseconds of a message between devices (0.01)."),
         ("bandwidth", float, 50.0, "GB per second of a link (50)."),
         ("tflops", float, 100.0, "TFLOPs per second that a device reaches (100)."),
@@ -290,11 +290,16 @@ def report(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def plan_pipeline(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print a plan of a pipeline: a table, a picture and a command."""
+    from redivider.checks.size import parse_bytes
     from redivider.pipeline.diagnostics.timeline import verify_picture
     from redivider.pipeline.planner import Cluster
     from redivider.train.pipeline_plan import plan_pipeline as plan
 
-    for name in ("devices", "nodes", "samples", "memory", "bandwidth", "tflops"):
+    try:
+        memory = parse_bytes(args.memory)
+    except ValueError as error:
+        raise Usage(f"--memory: {error}") from None
+    for name in ("devices", "nodes", "samples", "bandwidth", "tflops"):
         if not 0 < getattr(args, name.replace("-", "_")) < inf:
             raise Usage(f"--{name} must be above 0, and finite")
     for name in ("link-ms", "overhead-us", "max-late"):
@@ -309,7 +314,7 @@ def plan_pipeline(args: argparse.Namespace, rest: Sequence[str]) -> int:
             raise Usage(f"--picture: {error}") from None
     cluster = Cluster(
         devices=args.devices,
-        memory=args.memory * 2**30,
+        memory=memory,
         delay=args.link_ms / 1e3,
         bandwidth=args.bandwidth * 1e9,
         overhead=args.overhead_us / 1e6,

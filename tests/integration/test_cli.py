@@ -156,8 +156,9 @@ def test_a_plan_names_machines_and_the_size_of_images(capsys):
 def test_a_plan_that_cannot_be_kept_says_so(capsys):
     words = "plan-pipeline rev_vit_tiny --devices 4 --samples 64"
     for more, text in (
-        ("--memory 0.001", "allow more memory or delay"),
-        ("--memory 0", "--memory must be above 0"),
+        ("--memory 1MiB", "on 4 devices of 0.000977 GiB; allow more memory or delay"),
+        ("--memory 0", "--memory: memory must be more than 0 bytes"),
+        ("--memory 4GB+", "--memory: memory is a number of bytes"),
         ("--link-ms -5", "--link-ms must be at least 0"),
         ("--link-ms nan", "--link-ms must be at least 0"),
         ("--overhead-us inf", "--overhead-us must be at least 0"),

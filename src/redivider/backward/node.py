@@ -195,7 +195,8 @@ class _Node(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{ctx.kept.name}: create_graph=True needs the graph that this unit did not keep; "
-                'use backward="store" for gradients of gradients'
+                'for gradients of gradients use backward="store", or, where blocks were made '
+                "reversible, rd.make_plain(model)"
             )
         kept, job = ctx.kept, _Job(ctx)
         if kept.ahead is None:

@@ -52,6 +52,9 @@ class Engine(ABC):
         """Return the inputs of `step`, from micro-batch `start` on."""
         return self.task.train.since(start)
 
+    def prepare(self) -> None:  # noqa: B027, optional
+        """Do what may refuse the recipe, before a new run has a folder."""
+
     @abstractmethod
     def step(self, x: Tensor, y: Tensor) -> list[Metrics]:
         """Train on a micro-batch; return the metrics that are ready, of this or earlier ones."""
@@ -126,6 +129,10 @@ class BackpropEngine(Engine):
         if recipe.compile:
             task.body.compile(dynamic=False)
 
+    def prepare(self) -> None:
+        if self.recipe.memory is not None and not self._is_planned:
+            self._plan(*self.task.train[0])
+
     def step(self, x: Tensor, y: Tensor) -> list[Metrics]:
         self._pending += [x, y]
         if len(self._pending) < 2 * self.recipe.accumulate:
@@ -134,8 +141,7 @@ class BackpropEngine(Engine):
             group["lr"] = rate * self.schedule(self._num_updates)
         inputs, self._pending = tuple(self._pending), []
         if self._run is None:
-            if self.recipe.memory is not None and not self._is_planned:
-                self._plan(*inputs[:2])
+            self.prepare()  # a run that was killed before its first checkpoint has no plan
             self._run = self._capture(inputs)
         losses, corrects = self._run(*inputs)
         self._num_updates += 1

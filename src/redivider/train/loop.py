@@ -97,6 +97,8 @@ def train(
             if ended is not None:
                 return ended
         if not resume:
+            with report_out_of_memory(recipe, engine.device):
+                engine.prepare()
             text = recipe.to_json(engine.task.shape)
             path = Path(processes.decide(lambda: str(_make_folder(text, path, numbered))))
         with catch_signals() as stop:

@@ -159,7 +159,8 @@ def plan_pipeline(
     fitting = {name: choice for name, choice in choices.items() if choice is not None}
     if not any(name in fitting for name in OURS):
         raise TrainError(
-            f"no pipeline of {model} keeps the limits on {cluster.devices} devices; allow more "
-            "memory or delay, or choose samples with more divisors"
+            f"no pipeline of {model} keeps the limits on {cluster.devices} devices of "
+            f"{cluster.memory / 2**30:,.3g} GiB; allow more memory or delay, or choose samples "
+            "with more divisors"
         )
     return PipelinePlan(model, fitting, cluster.devices, nodes, options)

@@ -883,7 +883,7 @@ def test_many_operations_between_two_blocks():
 def test_gradients_of_gradients_are_refused():
     model = rd.make_reversible(network(), 2)
     loss = weigh(model(inputs()))
-    with pytest.raises(RuntimeError, match=r"layers\.4: create_graph=True needs the graph"):
+    with pytest.raises(RuntimeError, match=r"layers\.4: create_graph=True .*make_plain"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
