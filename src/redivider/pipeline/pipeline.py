@@ -180,6 +180,7 @@ class Pipeline:
         """Transport of the messages: within the process, or between processes."""
         self._tick_transport: TickTransport = self.transport
         self._stopped: str | None = None
+        self._can_withdraw = False  # until stage 0, the first in a tick, has run its forward
         self._probe: Probe | None = None
         self._tick_context: TickContext = EagerTick()
         self.execution: Execution = Eager()
@@ -198,6 +199,7 @@ class Pipeline:
         """Feed a micro-batch and run one tick; return the loss that was computed in it.
 
         An input and a target on the host are copied to the model's GPU while the last tick runs.
+        If the first stage raises for an input, the step has no effect, and the next one may follow.
         """
         verify_keywords(side, self._takes)
         verify_mode()
@@ -217,7 +219,15 @@ class Pipeline:
         if self._probe is not None and message is not None:
             self._probe.enter(message)
         self.in_flight.entered += 1
-        return self._run_tick()
+        self._can_withdraw = True
+        try:
+            return self._run_tick()
+        except Exception as error:
+            if self._can_withdraw and self.transport.withdraw():
+                self._caller_tensors.drop(n)
+                self._stopped = None
+                error.add_note("this step had no effect, and the pipeline takes another one")
+            raise
 
     def compile(self, **options: Any) -> None:
         """Compile the forward and the recovery of the units; units of one kind share graphs.
@@ -409,6 +419,7 @@ class Pipeline:
         else:
             with self._probe.watching_forward(stage, n) as seen:
                 message = seen["sent"] = stage.run_forward(message)
+        self._can_withdraw = False
         if j + 1 < len(self.cut):
             self._tick_transport.deliver("up", j + 1, message)
             return None

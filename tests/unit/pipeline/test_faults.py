@@ -88,6 +88,71 @@ def test_errors_name_stage_unit_and_micro_batch():
     del model
 
 
+@pytest.mark.parametrize("method", ["petra", "delayed", "delayed-graph", "approximate-input"])
+@pytest.mark.parametrize("latency", [0.5, 1])
+def test_a_step_with_an_input_that_the_first_stage_refuses_has_no_effect(method, latency):
+    """Also where a unit before the one that raises has kept the micro-batch."""
+
+    def run(*bad):
+        torch.manual_seed(0)
+        front = [nn.Linear(5, 4), nn.Dropout(0.2), Refuses(), rd.Duplicate()]
+        model = rd.Chain([*front, rd.Coupling(MLP(4)), rd.Fuse("mean"), Pool(), nn.Linear(4, 3)])
+        pipe = rd.Pipeline(
+            model,
+            stages=[5, 1, 2],
+            loss=F.cross_entropy,
+            optimizer=SGD,
+            method=method,
+            latency=latency,
+            accumulate=2,
+            lookahead=method == "delayed",
+            seed=0,
+        )
+        probe = pipe.probe(every=3)
+        losses = []
+        for n in range(9):
+            if n in bad:
+                x, target = torch.full((3, 6, 5), 1e9), batch()[1]
+                with pytest.raises(ValueError, match="too large") as raised:
+                    pipe.step(x, target)
+                assert "in stage 0, unit 2, Refuses" in raised.value.__notes__[0]
+                assert "had no effect" in raised.value.__notes__[-1]
+                x.zero_()  # it is not in flight
+                with pytest.raises(TypeError, match="needs a tensor"):
+                    pipe.step(None, target)
+            losses.append(pipe.step(*batch(n)).loss)
+        losses += [tick.loss for tick in pipe.flush(update=True)]
+        assert not any(unit.kept for stage in pipe.stages for unit in stage.units)
+        stashes = [unit.weights.stash for stage in pipe.stages for unit in stage.units]
+        assert not any(stash.copies for stash in stashes if stash)
+        return [loss for loss in losses if loss is not None], model.state_dict(), probe.take()
+
+    ours, theirs = run(0, 4, 5), run()
+    assert len(ours[0]) == 9 and all(map(torch.equal, ours[0], theirs[0]))
+    assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items())
+    assert str(ours[2]) == str(theirs[2])  # with NaN
+
+
+class Refuses(nn.Module):
+    """A unit that takes small values only."""
+
+    def forward(self, x):
+        if x.abs().max() > 1e6:
+            raise ValueError("too large")
+        return x
+
+
+def test_a_step_that_fails_behind_the_first_stage_stops_the_pipeline():
+    _, pipe = build()
+    for n in range(3):
+        pipe.step(*batch(n))
+    with pytest.raises(TypeError):
+        for n in range(3, 7):
+            pipe.step(batch(n)[0])  # without a target
+    with pytest.raises(RuntimeError, match="stopped in the middle of a tick by: TypeError"):
+        pipe.step(*batch(6))
+
+
 def test_an_overflow_of_the_grid_names_its_place():
     class Grows(nn.Module):
         def __init__(self) -> None:

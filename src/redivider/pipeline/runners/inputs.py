@@ -50,6 +50,11 @@ class CallerTensors:
             tensors += [t._base for t in tensors if t._base is not None and is_dense(t)]
             noted[microbatch] = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
 
+    def drop(self, microbatch: int) -> None:
+        """Forget the tensors of a micro-batch that was refused."""
+        self._inputs.pop(microbatch, None)
+        self._targets.pop(microbatch, None)
+
     def forget(self) -> None:
         """Forget all tensors: no tick needs them any more."""
         self._inputs.clear()

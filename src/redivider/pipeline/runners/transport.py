@@ -114,6 +114,10 @@ class Transport(TickTransport):
     def enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> Message | None:
         """Put a new micro-batch into the first inbox; return its message, if that is here."""
 
+    def withdraw(self) -> bool:
+        """Take back the micro-batch that entered last; return False if others know of it."""
+        return False
+
     @abstractmethod
     def contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
         """Return the side inputs and the autocast settings of every micro-batch in flight."""
@@ -138,6 +142,10 @@ class InProcess(Transport):
         message = Message(n, Flow(x), Autocast(tensors[0].device), side, target)
         self.in_flight.up[0][n] = message
         return message
+
+    def withdraw(self) -> bool:
+        self.in_flight.entered -= 1
+        return True
 
     def contexts(self) -> dict[int, tuple[dict[str, Any], Autocast]]:
         inboxes = (*self.in_flight.up, *self.in_flight.down)

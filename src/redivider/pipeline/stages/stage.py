@@ -78,13 +78,21 @@ class Stage:
         return [predicted.get(param, param) for param in unit.parameters]
 
     def run_forward(self, message: Message) -> Message:
-        """Run the forward of a new micro-batch; return the message to the next stage."""
+        """Run the forward of a new micro-batch; return the message to the next stage.
+
+        If a unit raises, none of them keeps the micro-batch.
+        """
         n, flow = message.microbatch, message.flow
         ahead = self._predict()
-        with message.autocast.again():
+        try:
+            with message.autocast.again():
+                for unit in self.units:
+                    with naming(self._where(unit.name, n)):
+                        flow = unit.forward(n, flow, message.side, ahead)
+        except BaseException:
             for unit in self.units:
-                with naming(self._where(unit.name, n)):
-                    flow = unit.forward(n, flow, message.side, ahead)
+                unit.drop(n)
+            raise
         return Message(n, flow, message.autocast, message.side, message.target)
 
     def run_backward(self, message: Message, *, is_urgent: bool = False) -> Message:

@@ -178,6 +178,7 @@ class Unit(ABC):
         weights, kept.version = self.weights.of_forward(
             dtype, ahead, with_graph=self.keep == "graph"
         )
+        self.kept[microbatch] = kept
         tensors = self._with_weights(tensors, weights)
         if self.keep == "graph":
             needs = self._needs(tensors, argument)
@@ -196,7 +197,6 @@ class Unit(ABC):
                 kept.value = value
             else:
                 self.ring.put(value)
-        self.kept[microbatch] = kept
         self._draws = bool(self._draws) or randomness.drew
         return self._result(flow, argument, output, weights)
 
@@ -237,6 +237,12 @@ class Unit(ABC):
         else:
             postponed.append(finish)
         return below, input_grads
+
+    def drop(self, microbatch: int) -> None:
+        """Forget a micro-batch whose forward has failed in this stage."""
+        kept = self.kept.pop(microbatch, None)
+        if kept is not None:
+            self.weights.give_back(kept.version)
 
     def evaluate(self, flow: Flow, side: dict[str, Any]) -> Flow:
         """Run the unit by the current weights, without a backward."""
