@@ -225,6 +225,7 @@ class Pipeline:
         except Exception as error:
             if self._can_withdraw and self.transport.withdraw():
                 self._caller_tensors.drop(n)
+                self.execution.withdraw()
                 self._stopped = None
                 error.add_note("this step had no effect, and the pipeline takes another one")
             raise

@@ -178,6 +178,9 @@ class CapturedRunner(Execution):
             }
         self._verify_losses(wait=True)
 
+    def withdraw(self) -> None:
+        self._signature = None  # it is not among those that must be alike
+
     def forget(self) -> None:
         if self.is_active:
             self._messages.end()

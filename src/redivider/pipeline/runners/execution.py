@@ -24,6 +24,10 @@ class Execution(ABC):
         """Copy everything in flight from graph memory to where eager ticks read it."""
 
     @abstractmethod
+    def withdraw(self) -> None:
+        """Forget the last step, whose micro-batch was refused."""
+
+    @abstractmethod
     def forget(self) -> None:
         """Drop all graphs, as when a state is loaded."""
 
@@ -35,6 +39,9 @@ class Eager(Execution):
         return None
 
     def leave(self) -> None:
+        pass
+
+    def withdraw(self) -> None:
         pass
 
     def forget(self) -> None:
