@@ -206,7 +206,7 @@ def test_pictures_show_the_schedule(tmp_path):
 
 def test_the_site_builds_without_warnings(tmp_path):
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "reference" / "chains" / "index.html").exists()
