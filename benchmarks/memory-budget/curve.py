@@ -19,7 +19,8 @@ import torch.nn.functional as F
 import redivider as rd
 from redivider.budget.measure import measure
 from redivider.budget.plan import measure_step
-from redivider.budget.solve import find_least, solve
+from redivider.budget.problem import find_least
+from redivider.budget.solve import solve
 from redivider.checks.flops import counting_flops
 
 plt.rcParams["svg.fonttype"] = "none"

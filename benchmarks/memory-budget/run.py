@@ -23,7 +23,8 @@ import torch.nn.functional as F
 import redivider as rd
 from redivider.backward.stopwatch import timer
 from redivider.budget.plan import measure_step
-from redivider.budget.solve import Option, Peak, Problem, find_least, solve, trace
+from redivider.budget.problem import Option, Peak, Problem, find_least, trace
+from redivider.budget.solve import solve
 
 SHARES = (0.25, 0.4, 0.6, 0.8)  # of store's memory
 TORCH_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # values of torch's setting

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import redivider as rd
 from redivider.budget.blocks import measure_blocks
 from redivider.budget.plan import cheapest, measure_step
-from redivider.budget.solve import find_least, trace
+from redivider.budget.problem import find_least, trace
 from redivider.convert.reversible import set_strategies, strategies_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

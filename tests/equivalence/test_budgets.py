@@ -14,7 +14,8 @@ from torch import nn
 import redivider as rd
 from redivider.budget.measure import measure
 from redivider.budget.plan import measure_step
-from redivider.budget.solve import find_least, solve, trace
+from redivider.budget.problem import find_least, trace
+from redivider.budget.solve import solve
 from redivider.checks.flops import counting_flops
 
 NUM_BUDGETS = 30

@@ -14,7 +14,7 @@ from torch import nn
 import redivider as rd
 from redivider.budget.blocks import measure_blocks
 from redivider.budget.plan import measure_step
-from redivider.budget.solve import find_least
+from redivider.budget.problem import find_least
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -28,7 +28,7 @@ from redivider.budget.measure import (
     name_tensors,
 )
 from redivider.budget.meter import Meter, address_of, counting, gpu_of, size_of
-from redivider.budget.solve import Key, Option, Peak, Problem
+from redivider.budget.problem import Key, Option, Peak, Problem
 from redivider.budget.trial import Part, Run, Timer, wanted_of
 from redivider.budget.unit import Measured, measure_part
 from redivider.checks.restore import restored

@@ -11,7 +11,7 @@ from redivider.arithmetic import Arithmetic
 from redivider.backward.row import prepare_streams
 from redivider.budget.kind import describe, kind_of_module
 from redivider.budget.meter import address_of, size_of
-from redivider.budget.solve import Key, Option, Peak, Problem
+from redivider.budget.problem import Key, Option, Peak, Problem
 from redivider.budget.trial import Part, Timer, wanted_of
 from redivider.budget.unit import Measured, measure_part
 from redivider.chain import Chain, name_unit, taken

@@ -19,7 +19,8 @@ from redivider.backward.strategy import resolve_strategy
 from redivider.budget.blocks import measure_blocks
 from redivider.budget.measure import differentiate, measure
 from redivider.budget.meter import counting, gpu_of
-from redivider.budget.solve import Problem, find_least, solve, trace
+from redivider.budget.problem import Problem, find_least, trace
+from redivider.budget.solve import solve
 from redivider.budget.trial import wanted_of
 from redivider.chain import Chain, name_unit, verify_keywords
 from redivider.checks.memory import format_bytes

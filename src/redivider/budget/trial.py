@@ -1,7 +1,7 @@
 """A unit, or a few in a row, that run by themselves: bytes and cost of their forward and backward.
 
 Units run on an input like their own, as their chain would run them. Tensors that enter and leave
-are counted apart: they lie between units, and neighbours may share them (solve.py).
+are counted apart: they lie between units, and neighbours may share them (problem.py).
 """
 
 from collections.abc import Callable, Sequence

@@ -12,7 +12,8 @@ import redivider as rd
 from redivider.budget import blocks as measuring
 from redivider.budget.blocks import measure_blocks
 from redivider.budget.plan import cheapest, cost_of, measure_step
-from redivider.budget.solve import find_least, solve
+from redivider.budget.problem import find_least
+from redivider.budget.solve import solve
 from redivider.budget.unit import measure_part
 from redivider.convert.reversible import blocks_of, set_strategies, strategies_of
 

@@ -17,7 +17,7 @@ from redivider.budget import measure as measuring
 from redivider.budget import plan as planning
 from redivider.budget.measure import measure
 from redivider.budget.plan import measure_step
-from redivider.budget.solve import find_least
+from redivider.budget.problem import find_least
 from redivider.budget.trial import Part
 from redivider.budget.unit import choices_of, measure_part
 from redivider.checks.size import parse_bytes

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redivider.budget import solve as solver
-from redivider.budget.solve import Option, Peak, Problem, find_least, solve, trace
+from redivider.budget.bounds import find_rests, make_bounds
+from redivider.budget.problem import Option, Peak, Problem, find_least, trace
+from redivider.budget.solve import solve
 
 MOST_PLANS = 5000
 
@@ -130,14 +132,13 @@ def test_it_is_exact_without_a_first_plan(problem, data, num_steps):
 def test_the_first_search_finds_a_plan_that_fits(problem, memory):
     plans = [plan for plan in product(*problem.units) if peak_of(problem, plan) <= memory]
     if plans:
-        bounds = solver._make_bounds(problem, memory)
-        cost = solver._estimate(problem, memory, bounds)
+        cost = solver._estimate(problem, memory, make_bounds(problem, memory))
         assert any(cost == pytest.approx(cost_of(plan), abs=1e-6) for plan in plans)
 
 
 @given(problems(6), st.floats(0, 4))
 def test_bounds_are_not_above_the_cost_of_any_plan(problem, price):
-    (rest,) = solver._find_rests(problem, price)[0].values()
+    (rest,) = find_rests(problem, price)[0].values()
     plans = [(cost_of(plan), peak_of(problem, plan)) for plan in product(*problem.units)]
     assert rest.value <= min(cost + price * peak for cost, peak in plans) + 1e-9
     assert (rest.cost, rest.peak) in plans
@@ -250,6 +251,6 @@ def test_by_bytes_no_plan_that_fits_takes_less(problem, data):
 @given(problems(3))
 def test_a_table_is_finite_without_a_bound(problem):
     """Its numbers are multiplied by zero in all states but one."""
-    rests = {state: [rest] for state, rest in solver._find_rests(problem, 1.0)[1].items()}
+    rests = {state: [rest] for state, rest in find_rests(problem, 1.0)[1].items()}
     rows, _ = solver._tabulate(problem.steps[0], rests, 1.0, 10, inf)
     assert rows.isfinite().all()
