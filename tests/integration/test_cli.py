@@ -157,8 +157,8 @@ def test_a_plan_that_cannot_be_kept_says_so(capsys):
     words = "plan-pipeline rev_vit_tiny --devices 4 --samples 64"
     for more, text in (
         ("--memory 1MiB", "on 4 devices of 0.000977 GiB; allow more memory or delay"),
-        ("--memory 0", "--memory: memory must be more than 0 bytes"),
-        ("--memory 4GB+", "--memory: memory is a number of bytes"),
+        ("--memory 0", "--memory: memory must be from 1 byte"),
+        ("--memory 4GB+", "--memory: memory is a whole number of bytes"),
         ("--link-ms -5", "--link-ms must be at least 0"),
         ("--link-ms nan", "--link-ms must be at least 0"),
         ("--overhead-us inf", "--overhead-us must be at least 0"),

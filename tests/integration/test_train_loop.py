@@ -217,6 +217,7 @@ def test_a_run_within_a_budget_resumes_by_its_plan(tmp_path, monkeypatch, undist
         context.setattr("redivider.train.engine.plan", None)  # it is not made again
         train(config, tmp_path / "parts", resume=True)
     assert plans[0] == plans[1] and len({*plans[0]}) > 1
+    assert rows(tmp_path / "parts", "start")[0]["plan"] == list(plans[0])
     ours, theirs = (load_file(run / "model.safetensors") for run in (tmp_path / "parts", whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     captured = []

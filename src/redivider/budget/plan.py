@@ -4,6 +4,7 @@ import json
 import numbers
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -22,6 +23,7 @@ from redivider.budget.meter import counting, gpu_of
 from redivider.budget.problem import Problem, find_least, trace
 from redivider.budget.solve import solve
 from redivider.budget.trial import wanted_of
+from redivider.budget.unit import OF_BLOCKS
 from redivider.chain import Chain, name_unit, verify_keywords
 from redivider.checks.memory import format_bytes
 from redivider.checks.restore import restored
@@ -90,6 +92,12 @@ class Plan(Sequence[str]):
         """Work or time that is added to that of `store`."""
         return sum(unit.cost for unit in self.units)
 
+    @property
+    def summary(self) -> str:
+        """The numbers of units by choice, and the peak, in a line."""
+        counts = ", ".join(f"{num} {name}" for name, num in Counter(self.choices).most_common())
+        return f"{counts}; peak {format_bytes(self.measured)} of {format_bytes(self.memory)}"
+
     def __len__(self) -> int:
         return len(self.units) - 1
 
@@ -138,15 +146,39 @@ class Plan(Sequence[str]):
             raise ValueError("a plan that was loaded or copied has no model: plan.apply(model)")
         inner = _unwrapped(model)
         _verify_kind(inner, "apply")
-        if isinstance(inner, Chain) and len(inner) == len(self):
-            for unit, name in zip(self.units, _unit_names(inner), strict=True):
-                # `fully_shard` changes the names of classes.
-                if unit.name.replace("FSDP", "") != name.replace("FSDP", ""):
-                    raise ValueError(
-                        f"the plan is of another model: it has {unit.name!r}, and here is {name!r}"
-                    )
+        if inner is not self._model:
+            (self._verify_chain if isinstance(inner, Chain) else self._verify_blocks)(inner)
         _set_backward(inner, _backward(inner, self.units))
         return model
+
+    def _verify_chain(self, chain: Chain) -> None:
+        """Refuse a chain whose units are not those of the plan."""
+        names = _unit_names(chain)
+        if len(names) != len(self.units):
+            num = f"{len(self)} units, and here are {len(chain)}"
+            raise ValueError(f"the plan is of another model: it has {num}; make a new one")
+        for unit, name in zip(self.units, names, strict=True):
+            # `fully_shard` changes the names of classes.
+            if unit.name.replace("FSDP", "") != name.replace("FSDP", ""):
+                raise ValueError(
+                    f"the plan is of another model: it has {unit.name!r}, and here is {name!r}"
+                )
+
+    def _verify_blocks(self, model: nn.Module) -> None:
+        """Refuse a network whose blocks are not those of the plan, but for frozen ones."""
+        planned = {unit.name: unit.choice for unit in self.units[:-1]}
+        trained = {
+            name
+            for name in blocks_of(model)
+            if any(param.requires_grad for param in model.get_submodule(name).parameters())
+        }
+        for name in sorted(trained - {*planned}):
+            raise ValueError(f"the plan is of another model: it has no {name!r}; make a new one")
+        for name in sorted({*planned} - {*blocks_of(model)}):
+            raise ValueError(f"the plan is of another model: it has {name!r}, and here is none")
+        for name, choice in planned.items():
+            if choice not in OF_BLOCKS:
+                raise ValueError(f"{name!r} has no choice {choice!r}: {', '.join(OF_BLOCKS)}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_model": None}
@@ -164,11 +196,13 @@ class Plan(Sequence[str]):
         """Read a plan from a file of `save`."""
         try:
             values = json.loads(Path(path).read_text())
+            if not isinstance(values, dict) or "units" not in values:
+                raise ValueError("it has no units")
             units = [PlannedUnit(**unit) for unit in values.pop("units")]
             plan = cls(units, **values)
             plan._verify()
             return plan
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not a plan, as plan.save writes it: {error}") from None
 
     def _verify(self) -> None:
@@ -185,6 +219,8 @@ class Plan(Sequence[str]):
         for name, value, kind in values:
             if isinstance(value, bool) or not isinstance(value, kinds[kind]):
                 raise ValueError(f"{name} must be {kind.__name__}, got {value!r}")
+            if name in ("memory", "measured", "cost", "peak") and not value >= 0:
+                raise ValueError(f"{name} must be at least 0, got {value!r}")
 
     def plot(self, path: str | Path) -> None:
         """Draw what is held and the peak by unit; the ending of the path chooses the format."""

@@ -32,6 +32,7 @@ from redivider.replay.call import trust
 from redivider.tree import map_tensors, tensors_of
 
 NUM_TIMED = 3  # runs at most, of which the fastest one counts
+REBUILT = ("reverse", "overlap", "compress")  # choices by which inputs are rebuilt
 NUM_IN_ROW = 3  # couplings, so that one is inside: the lowest need not rebuild its input
 
 Run: TypeAlias = Callable[[Any], Any]
@@ -234,7 +235,12 @@ class Trial:
         total: Tensor = _Seed.apply(*tensors_of(y))  # type: ignore[no-untyped-call]
         del inputs, y, run
         keeps = tuple(place for place, storage in enumerate(places) if storage() is not None)
-        alive = {s.data_ptr(): s.nbytes() for s in (place() for place in places) if s is not None}
+        storages = [storage for storage in (place() for place in places) if storage is not None]
+        alive = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        # A graph may release them early, while a neighbour, or another name of one tensor, has
+        # them still. What is rebuilt takes the place of others, so nobody else has those.
+        if choice in REBUILT:
+            storages.clear()
         kept = sum(nbytes for address, nbytes in alive.items() if address not in caller)
         held = meter.bytes - kept - total.nbytes
         forward -= held + sum(n for address, n in alive.items() if address not in entered)
@@ -244,6 +250,7 @@ class Trial:
             return Usage(keeps, held, forward, 0)
         start = meter.moment
         grads = torch.autograd.grad(total, wanted, allow_unused=True)
+        storages.clear()
         of_weights, received = grads[: len(weights)], grads[len(weights) :][: len(edges)]
         backward = meter.peak_without(of_weights, start) - held - kept
         # With overlap, there is no moment between two units.

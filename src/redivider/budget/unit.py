@@ -21,6 +21,7 @@ ON_HOST = ("offload", "offload-save")
 JUNCTION = ("store", "checkpoint", "offload")
 COUPLING = (*JUNCTION, "reverse", "overlap")
 BLOCK = (*JUNCTION, "compress")
+OF_BLOCKS = (*BLOCK, "save", "offload-save")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redivider.budget.plan import plan
+from redivider.budget.plan import Plan, plan
 from redivider.checks.memory import measure_memory
 from redivider.errors import CaptureError
 from redivider.gpu.capture import capture
@@ -43,6 +43,8 @@ class Engine(ABC):
 
     processes = Processes()
     """Processes of the run."""
+    plan: Plan | None = None
+    """Plan that was made for the memory of the recipe."""
 
     def __init__(self, recipe: Recipe, task: Task, schedule: Schedule) -> None:
         self.recipe, self.task, self.schedule = recipe, task, schedule
@@ -141,7 +143,6 @@ class BackpropEngine(Engine):
             group["lr"] = rate * self.schedule(self._num_updates)
         inputs, self._pending = tuple(self._pending), []
         if self._run is None:
-            self.prepare()  # a run that was killed before its first checkpoint has no plan
             self._run = self._capture(inputs)
         losses, corrects = self._run(*inputs)
         self._num_updates += 1
@@ -210,10 +211,9 @@ class BackpropEngine(Engine):
                     capture=self.recipe.capture,
                 )
         except ValueError as error:  # too little; its message says how much is needed
-            raise TrainError(f"{error}: --memory, --microbatch") from error
+            raise TrainError(f"{error}, or allow more: --microbatch, --memory") from error
         chosen.apply()
-        self._is_planned = True
-        logger.info("%s", chosen)
+        self.plan, self._is_planned = chosen, True
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> Any:
         """Return the update as a CUDA graph where possible, else the eager function."""

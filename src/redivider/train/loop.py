@@ -179,6 +179,7 @@ class Training:
     def train(self, resume: bool) -> Result:
         """Train from the start, or resume from the last checkpoint."""
         seconds = self._restore() if resume else None
+        self._engine.prepare()  # a run that was killed before its first checkpoint has no plan
         is_writer, resume_step = self._processes.is_writer, None if seconds is None else self._step
         self._log = Log(self._folder, resume_step=resume_step) if is_writer else NoLog()
         self._bar = Progress(
@@ -325,6 +326,7 @@ class Training:
             python=platform.python_version(),
             num_parameters=num,
             cut=cut,
+            plan=None if engine.plan is None else list(engine.plan),
         )
         stages = f", {len(cut)} stages" if cut else ""
         self._bar.tell(
@@ -332,6 +334,8 @@ class Training:
             f"{self._total} micro-batches of {self._recipe.microbatch}, on {engine.device}; "
             f"{self._folder}"
         )
+        if engine.plan is not None:
+            self._bar.tell(f"plan: {engine.plan.summary}")
         reverses = any(isinstance(unit, Coupling) for unit in engine.task.body.units())
         num_stages = len(cut) if cut else 1
         for warning in find_warnings(self._recipe, self._per_epoch, num_stages, reverses):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_it_is_saved_and_loaded(planned, tmp_path):
         loaded.apply()
     chain = rd.Chain(list(model))
     assert loaded.apply(chain) is chain and chain.backward == plan.choices
-    with pytest.raises(ValueError, match="the chain has 9 units"):
+    with pytest.raises(ValueError, match="it has 8 units, and here are 9"):
         loaded.apply(make(5)[0])
 
 
@@ -102,6 +103,9 @@ def test_it_is_saved_and_loaded(planned, tmp_path):
         (lambda values: values["units"][1].update(choice="stor"), "did you mean 'store'"),
         (lambda values: values["units"][1].update(name=3), "name must be str"),
         (lambda values: values.update(more=3), "more"),
+        (lambda values: values.update(measured=-1), "measured must be at least 0"),
+        (lambda values: values["units"][1].update(cost=math.nan), "cost must be at least 0"),
+        (lambda values: values.pop("units"), "no units"),
     ],
 )
 def test_files_that_are_no_plans(planned, tmp_path, change, message):
@@ -282,10 +286,18 @@ def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", [0, -1, "", "GiB", "6 Gibs", "1.2.3", ".", 1.5, True, None, "-3"])
+@pytest.mark.parametrize(
+    "text",
+    [0, -1, "", "GiB", "6 Gibs", "1.2.3", ".", 1.5, True, None, "-3", 2**63, "9" * 400],
+)
 def test_wrong_sizes(text):
     with pytest.raises(ValueError, match="memory"):
         parse_bytes(text)
+
+
+def test_more_than_there_is(planned):
+    model, x, _ = planned
+    assert rd.plan(model, x, memory=2**63 - 2**12, loss=loss_of).cost == 0
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def other_kind():
     [
         ([make()], TypeError, "apply takes a Chain or a network .*, got list"),
         (nn.Sequential(make()), TypeError, "apply takes a Chain or a network .*, got Sequential"),
-        (make(4), ValueError, "names 6 strategies, and the chain has 7 units"),
+        (make(4), ValueError, "another model: it has 6 units, and here are 7; make a new one"),
         (
             other_kind(),
             ValueError,
