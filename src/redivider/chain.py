@@ -56,7 +56,8 @@ class Chain(nn.Module):
             for every unit, as a plan does (`rd.plan`).
         arithmetic: "float", or "fixed" for reversal to the last bit: `Fixed(bits=20)`.
         check_every: Interval, in training steps, at which a reversing chain compares its rebuilt
-            input with the original and warns of drift; 0 for never.
+            input with the original, and one that compresses its inputs with what it knows of them,
+            and warns of drift; 0 for never.
         drift_tolerance: Relative difference beyond which that check warns.
     """
 
@@ -250,6 +251,9 @@ def _run_units(chain: Chain, x: Any, side: dict[str, Any]) -> Any:
     exact, drift_tolerance = chain.arithmetic.exact, chain._count_step()
     keepings = begin_pass(chain._strategies(), chain, x)
     keepers = {keeping.keeper for keeping in keepings if keeping.keeper is not None}
+    if drift_tolerance is not None:
+        for keeper in keepers:
+            keeper.report_to(chain._mailbox)
     auto = None
     if chain.backward == "auto" and torch.is_grad_enabled():
         from redivider.backward.auto import Auto  # few chains need it

@@ -3,9 +3,13 @@
 Every `check_every` steps a chain keeps a fingerprint of its input (sums and a norm) and compares it
 with that of the rebuilt input. The sums run over all dimensions but the last. Rounding errors have
 random signs, so the norm of the difference of the sums is about that of the error itself.
+
+What a tape (tape.py) knows of an input is approximate by intent. It is compared in the forward, and
+only one that is as far away as zero is reported.
 """
 
 import warnings
+from functools import partial
 from math import isfinite
 
 import torch
@@ -14,11 +18,35 @@ from torch import Tensor
 from redivider.backward.mailbox import Mailbox
 from redivider.coupling import Streams
 
+FAR = 0.9  # of the norm of an input; up to 0.6 is usual where a value has one bit
 LARGE = 0.01  # relative drift that rounding alone does not cause, unless it grows with depth
 
 
 class DriftWarning(UserWarning):
     """Warning that rebuilt streams differ from the original ones by more than the tolerance."""
+
+
+def compare_input(x: Tensor, y: Tensor, where: str, mailbox: Mailbox) -> None:
+    """Warn, now or when the values arrive at the host, if y is no approximation of an input x.
+
+    Values of x that are not finite do not count: where they are used, the loss shows it.
+    """
+    x = x.detach()
+    x = torch.where(x.isfinite(), x, y)
+    error, norm = _norm(x - y), _norm(x)
+    distance = torch.where(error == 0, error, error / norm)
+    mailbox.post(distance, partial(_warn_if_far, where))
+
+
+def _warn_if_far(where: str, value: Tensor) -> None:
+    distance = float(value)
+    if not distance <= FAR:  # NaN must not pass
+        message = (
+            f"{where}: the input by which it runs again in the backward is off by {distance:.2g} "
+            "of its norm, and gradients suffer: values that are not finite, or much larger than "
+            "the rest, appear or vanish there; keep inputs whole, by checkpointing"
+        )
+        warnings.warn(message, DriftWarning, stacklevel=2)
 
 
 class Drift:

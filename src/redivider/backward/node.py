@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from redivider.backward.mailbox import Mailbox
 from redivider.errors import ChangedError, UnitError, naming
 from redivider.replay import Call, Record
 from redivider.replay.call import GraphRun
@@ -150,6 +151,9 @@ class Keeper(Protocol):
 
     def skip(self) -> None:
         """Note that a unit has run whose inputs something else keeps."""
+
+    def report_to(self, mailbox: Mailbox) -> None:
+        """Warn, through a mailbox, of inputs that will not be those of the forward."""
 
 
 def keep_input(

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from redivider._torch_private import backward_keeps_graph
+from redivider.backward.drift import compare_input
+from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import KeptInput
 from redivider.backward.quantizer import Code, encode, move
 from redivider.replay import Call, GraphRun
@@ -63,6 +65,10 @@ class Tape:
         self._needed.add(self._position)
         return self._position
 
+    def compare(self, x: Tensor, name: str, mailbox: Mailbox) -> None:
+        """Compare what the tape knows of the last input with it."""
+        compare_input(x.permute(self._order), self._y, name, mailbox)
+
     def read(self, position: int) -> Tensor:
         """Return what the tape knows of the input at a position."""
         self._seek(position)
@@ -105,6 +111,8 @@ class Tapes:
     def __init__(self, bits: int = BITS) -> None:
         self._bits = bits
         self._tapes: dict[Any, Tape] = {}
+        self.mailbox: Mailbox | None = None
+        """Receiver of warnings, in a pass whose inputs are compared with what is known of them."""
 
     def restart(self) -> "Tapes":
         """Return tapes that begin with the inputs that these ones know, in the same memory."""
@@ -127,6 +135,9 @@ class Tapes:
         if num_inputs != 1:
             return KeptInput(name, call, with_graph=with_graph)
         return KeptOnTape(self, name, call, with_graph=with_graph)
+
+    def report_to(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
 
     def skip(self) -> None:
         """Do nothing: the tape goes on with the next input that is compressed."""
@@ -164,6 +175,8 @@ class KeptOnTape(KeptInput):
         if self._tape is None:
             return super().forward(tensors)
         self._position = self._tape.append(tensors[0])
+        if self.tapes is not None and self.tapes.mailbox is not None:
+            self._tape.compare(tensors[0], self.name, self.tapes.mailbox)
         outputs, saved = super().forward(tensors)
         return outputs, saved[1:]
 

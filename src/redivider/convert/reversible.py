@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from redivider._torch_private import compiled_call, remove_forward_pre_hook
 from redivider.backward.graph import find_node
+from redivider.backward.mailbox import Mailbox
 from redivider.backward.node import Keeper, KeptInput
 from redivider.backward.quantizer import MAX_BITS
 from redivider.backward.strategy import Strategy, resolve_strategy
@@ -36,6 +37,7 @@ UNPLANNED = "unplanned"  # strategy of a block for which a plan has no choice
 ENABLE = "gradient_checkpointing_enable"
 # Nodes of the graph to search for the block before; only the first block of a pass searches all.
 NUM_SEARCHED = 1000
+CHECK_EVERY = 100  # passes, in which inputs are compared with what is known of them
 
 
 def make_reversible(model: Model, bits: int = BITS, blocks: str | None = None) -> Model:
@@ -101,7 +103,13 @@ def make_plain(model: Model) -> Model:
             raise ValueError(
                 f"a block is {type(block).__name__}, made of a reversible one since (by FSDP?)"
             )
+        if "forward" in vars(block) and not _is_own_forward(block):
+            raise ValueError(
+                "the forward of a block has been replaced since, as accelerate's hooks do; remove "
+                "them, and call rd.make_plain again"
+            )
     for block in blocks:
+        vars(block).pop("forward", None)  # left behind by a hook that was removed
         block.__class__ = _ORIGINAL[type(block)]
         delattr(block, PLACE)
         delattr(block, PLAIN)
@@ -115,6 +123,11 @@ def make_plain(model: Model) -> Model:
     if not has_changed:
         raise ValueError(f"{type(model).__name__} is not reversible")
     return model
+
+
+def _is_own_forward(block: nn.Module) -> bool:
+    """Return whether the forward that a block has as an attribute is that of its class."""
+    return getattr(vars(block)["forward"], "__func__", None) is type(block).forward
 
 
 Observe: TypeAlias = Callable[["Blocks", int, Tensor, tuple[Any, ...], dict[str, Any]], Any]
@@ -136,6 +149,8 @@ class Blocks:
         """Function that runs a block in training instead, to measure it."""
         self.names, self._bits = names, bits
         self._is_checked = False
+        self._num_passes = 0
+        self._mailbox = Mailbox()
         self.compiled: dict[Any, Any] = {}
         """Compiled functions, which blocks share that differ in their weights only."""
 
@@ -241,7 +256,16 @@ class Blocks:
 
     def make_keeper(self, strategy: Strategy, x: Tensor) -> Keeper | None:
         """Return what keeps inputs elsewhere than in the graph, in a pass."""
-        return Tapes(self._bits) if strategy.compresses else strategy.make_keeper(x)
+        if not strategy.compresses:
+            return strategy.make_keeper(x)
+        tapes = Tapes(self._bits)
+        self._mailbox.poll()
+        # A replay of a captured step has no host to read the result.
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if self._num_passes % CHECK_EVERY == 0:
+                tapes.report_to(self._mailbox)
+            self._num_passes += 1
+        return tapes
 
 
 def _nothing() -> None:

@@ -159,7 +159,7 @@ def test_what_is_missing_is_said():
     with pytest.raises(ValueError, match="memory needs an example"):
         rd.balance(uneven_units(), 2, by="units", memory="1GiB")
     for keywords, message in (
-        ({"memory": "many"}, "memory is a number of bytes"),
+        ({"memory": "many"}, "memory is a whole number of bytes"),
         ({"memory": 1, "method": "petr"}, "petra"),
         ({"memory": 1, "latency": 0.3}, "multiple of 0.5"),
     ):

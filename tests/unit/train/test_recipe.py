@@ -56,7 +56,7 @@ def test_every_row_of_table_2_is_there():
         ({"latency": 0.7}, "latency must be a multiple of 0.5"),
         ({"latency": 0}, "latency must be 0.5 or more"),
         ({"compile": "yes"}, "compile must be bool"),
-        ({"memory": "much"}, "memory is a number of bytes"),
+        ({"memory": "much"}, "memory is a whole number of bytes"),
         ({"memory": "6GiB", "method": "petra"}, "use --method reverse"),
     ],
 )
