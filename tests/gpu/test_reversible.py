@@ -108,6 +108,22 @@ def test_a_captured_step_is_an_eager_one():
     assert float((captured - eager).abs()) <= 0.1 * float(eager)  # other dropout masks
 
 
+def test_gradients_of_a_captured_step_are_those_of_an_eager_one():
+    grads = []
+    for captures in (True, False):
+        model = rd.make_reversible(network(), 2)
+        for block in model[1]:
+            block.dropout.p = 0.0
+        params = list(model.parameters())
+
+        def step(x, model=model, params=params):
+            return torch.autograd.grad(weigh(model(x)), params)
+
+        run = rd.capture(step, (torch.zeros_like(inputs()),)) if captures else step
+        grads.append(torch.cat([grad.flatten() for grad in run(inputs())]))
+    assert (grads[0] - grads[1]).norm() <= 1e-3 * grads[1].norm()
+
+
 def test_compiled_blocks(watched):
     model, plain = rd.make_reversible(network(), 2), network()
     for net in (model, plain):
