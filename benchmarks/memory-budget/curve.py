@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import redivider as rd
 from redivider.budget.measure import measure
-from redivider.budget.plan import measure_step
+from redivider.budget.planner import measure_step
 from redivider.budget.problem import find_least
 from redivider.budget.solve import solve
 from redivider.checks.flops import counting_flops

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 import redivider as rd
 from redivider.backward.stopwatch import timer
-from redivider.budget.plan import measure_step
+from redivider.budget.planner import measure_step
 from redivider.budget.problem import Option, Peak, Problem, find_least, trace
 from redivider.budget.solve import solve
 

@@ -11,7 +11,7 @@ if _TYPE_CHECKING:
     from redivider.backward.drift import DriftWarning as DriftWarning
     from redivider.backward.saving import save as save
     from redivider.budget.plan import Plan as Plan
-    from redivider.budget.plan import plan as plan
+    from redivider.budget.planner import plan as plan
     from redivider.chain import Chain as Chain
     from redivider.checks.gradients import check_gradients as check_gradients
     from redivider.checks.max_batch import find_max_batch as find_max_batch
@@ -77,7 +77,7 @@ _HOMES = {
     "make_plain": "convert.reversible",
     "make_reversible": "convert.reversible",
     "measure_memory": "checks.memory",
-    "plan": "budget.plan",
+    "plan": "budget.planner",
     "measure_stages": "pipeline.stage_costs",
     "save": "backward.saving",
     "simulate": "pipeline.simulate",

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.compressed import follow
 from support.oracle import gradients, weigh, worst_error
 from support.pretrained import batch, make
@@ -20,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import redivider as rd
 from redivider.budget.blocks import measure_blocks
-from redivider.budget.plan import cheapest, measure_step
+from redivider.budget.planner import cheapest, measure_step
 from redivider.budget.problem import find_least, trace
 from redivider.convert.reversible import set_strategies, strategies_of
 
@@ -206,6 +208,18 @@ def test_compressed_blocks_of_a_plan_share_a_tape():
     assert worst_error(train(model), train(reference)) <= 1e-12
     exact = rd.make_plain(copy.deepcopy(model))
     assert worst_error(train(model), train(exact)) > 1e-4  # the codes matter
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["store", "checkpoint", "compress"]), min_size=6, max_size=6))
+def test_gradients_of_any_mix_are_those_that_its_choices_promise(choices):
+    """Exact, but that compressed blocks run at inputs of two bits."""
+    model = network(torch.float64, between=False)
+    reference = rd.make_plain(copy.deepcopy(model))
+    pairs = zip(reference.layers, choices, strict=True)
+    follow([layer for layer, choice in pairs if choice == "compress"], 2)
+    set_strategies(model, by_name(choices))
+    assert worst_error(train(model), train(reference)) <= 1e-12
 
 
 def middle(model, x, loss, side=None):

@@ -13,7 +13,7 @@ from torch import nn
 
 import redivider as rd
 from redivider.budget.measure import measure
-from redivider.budget.plan import measure_step
+from redivider.budget.planner import measure_step
 from redivider.budget.problem import find_least, trace
 from redivider.budget.solve import solve
 from redivider.checks.flops import counting_flops

@@ -13,7 +13,7 @@ from torch import nn
 
 import redivider as rd
 from redivider.budget.blocks import measure_blocks
-from redivider.budget.plan import measure_step
+from redivider.budget.planner import measure_step
 from redivider.budget.problem import find_least
 
 pytestmark = [

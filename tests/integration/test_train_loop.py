@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 import redivider as rd
-from redivider.budget.plan import plan
+from redivider.budget.planner import plan
 from redivider.data import load
 from redivider.pipeline.checkpoint.files import read_state
 from redivider.train.checkpoint import Checkpoints

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from redivider.budget.plan import Plan, plan
+from redivider.budget.plan import Plan
+from redivider.budget.planner import plan
 from redivider.checks.memory import measure_memory
 from redivider.errors import CaptureError
 from redivider.gpu.capture import capture

@@ -11,7 +11,7 @@ from torch import nn
 import redivider as rd
 from redivider.budget import blocks as measuring
 from redivider.budget.blocks import measure_blocks
-from redivider.budget.plan import cheapest, cost_of, measure_step
+from redivider.budget.planner import cheapest, cost_of, measure_step
 from redivider.budget.problem import find_least
 from redivider.budget.solve import solve
 from redivider.budget.unit import measure_part

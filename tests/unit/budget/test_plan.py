@@ -15,9 +15,9 @@ from torch import nn
 
 import redivider as rd
 from redivider.budget import measure as measuring
-from redivider.budget import plan as planning
+from redivider.budget import planner as planning
 from redivider.budget.measure import measure
-from redivider.budget.plan import measure_step
+from redivider.budget.planner import measure_step
 from redivider.budget.problem import find_least
 from redivider.budget.trial import Part
 from redivider.budget.unit import choices_of, measure_part
@@ -182,11 +182,13 @@ def test_a_plan_that_takes_too_much_is_made_again_for_less(monkeypatch):
     problem = measure(model, x, {}, loss_of)
     least, most = find_least(problem), measure_step(model, "store", x, loss_of)
     budget = (least + most) // 2
-    monkeypatch.setattr("redivider.budget.plan.measure_step", grown := Grown((most - least) // 4))
+    monkeypatch.setattr(
+        "redivider.budget.planner.measure_step", grown := Grown((most - least) // 4)
+    )
     plan = rd.plan(model, x, memory=budget, loss=loss_of)
     assert grown.num_calls == 2 and "too much" in plan.note and plan.note in str(plan)
     assert plan.measured <= budget
-    monkeypatch.setattr("redivider.budget.plan.measure_step", Grown(10 * most))
+    monkeypatch.setattr(planning, "measure_step", Grown(10 * most))
     with pytest.raises(ValueError, match="no plan fits"):
         rd.plan(model, x, memory=budget)
 
@@ -196,7 +198,7 @@ def test_the_plan_that_takes_least_is_the_last_resort(monkeypatch):
     least = find_least(measure(model, x, {}, loss_of))
     budget = (least + measure_step(model, "store", x, loss_of)) // 2
     takes = iter([budget + 1, budget + 1, budget])
-    monkeypatch.setattr("redivider.budget.plan.measure_step", lambda *args, **side: next(takes))
+    monkeypatch.setattr(planning, "measure_step", lambda *args, **side: next(takes))
     plan = rd.plan(model, x, memory=budget, loss=loss_of)
     assert plan.predicted == least and "made again" in plan.note
 
@@ -293,6 +295,14 @@ def test_sizes(text, size):
 def test_wrong_sizes(text):
     with pytest.raises(ValueError, match="memory"):
         parse_bytes(text)
+
+
+def test_a_device_keeps_room_for_the_gradients_of_weights(planned, monkeypatch):
+    """Without a limit, what is free is the limit."""
+    model, x, _ = planned
+    monkeypatch.setattr(planning, "_free_bytes", lambda device: 10**6)
+    weights = sum(param.nbytes for param in model.parameters())
+    assert rd.plan(model, x, loss=loss_of).memory == 10**6 - weights
 
 
 def test_more_than_there_is(planned):

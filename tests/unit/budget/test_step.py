@@ -9,7 +9,7 @@ from torch import nn
 
 import redivider as rd
 from redivider.budget.measure import measure
-from redivider.budget.plan import measure_step
+from redivider.budget.planner import measure_step
 from redivider.budget.problem import trace
 from redivider.checks.memory import Live
 

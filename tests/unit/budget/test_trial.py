@@ -11,7 +11,7 @@ import redivider as rd
 from redivider.budget import trial
 from redivider.budget.measure import measure
 from redivider.budget.meter import counting
-from redivider.budget.plan import measure_step
+from redivider.budget.planner import measure_step
 from redivider.budget.trial import Part, Timer, Trial
 from redivider.checks.flops import counting_flops
 from redivider.replay import Call
