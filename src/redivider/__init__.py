@@ -26,6 +26,7 @@ if _TYPE_CHECKING:
     from redivider.errors import CaptureError as CaptureError
     from redivider.errors import ChangedError as ChangedError
     from redivider.errors import PipelineError as PipelineError
+    from redivider.errors import StateError as StateError
     from redivider.errors import UnitError as UnitError
     from redivider.gpu.capture import capture as capture
     from redivider.junction import Duplicate as Duplicate
@@ -49,6 +50,7 @@ _HOMES = {
     "CaptureError": "errors",
     "Chain": "chain",
     "ChangedError": "errors",
+    "StateError": "errors",
     "ChunkedCrossEntropy": "models.cross_entropy",
     "Coupling": "coupling",
     "DriftWarning": "backward.drift",

@@ -24,6 +24,10 @@ class PipelineError(RuntimeError):
         """True if no other process has reported it before."""
 
 
+class StateError(ValueError):
+    """A state is damaged, not ours, or does not fit; nothing was changed."""
+
+
 class Agreed(Exception):
     """Exception that all processes raise alike: none of them has failed."""
 

@@ -143,7 +143,7 @@ def test_a_state_with_the_former_name_of_lookahead_loads():
     other.load_state_dict(state)
     assert equal(feed(other, 7, 5), feed(pipe, 7, 5))
     _, plain = build("petra")
-    with pytest.raises(StateError, match="its lookahead is displacement, not None"):
+    with pytest.raises(StateError, match="with lookahead displacement, and this one has None"):
         plain.load_state_dict(state)
 
 
@@ -212,11 +212,11 @@ def test_a_damaged_state_says_so_and_changes_nothing(name, damage, tmp_path):
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "method": ({"method": "dsp"}, "its method is petra, not dsp"),
-    "accumulate": ({"accumulate": 3}, "its accumulate is 2, not 3"),
-    "latency": ({"latency": 2}, "its latency is 1, not 2"),
+    "method": ({"method": "dsp"}, "with method petra, and this one has dsp"),
+    "accumulate": ({"accumulate": 3}, "with accumulate 2, and this one has 3"),
+    "latency": ({"latency": 2}, "with latency 1, and this one has 2"),
     "cut": ({"stages": (2, 2, 2, 3)}, r"stages=\[1, 3, 2, 3\]"),
-    "arithmetic": ({"arithmetic": "fixed"}, "its arithmetic is"),
+    "arithmetic": ({"arithmetic": "fixed"}, "with arithmetic"),
     "optimizer": ({"optimizer": "sgd"}, "stage 0 is SGD, and in the state AdamW"),
 }
 
@@ -238,7 +238,7 @@ def test_a_state_of_another_model_or_of_something_else_is_refused():
     pipe = rd.Pipeline(
         model, stages=2, loss=F.cross_entropy, optimizer=OPTIMIZERS["sgd"], accumulate=2, seed=7
     )
-    with pytest.raises(StateError, match="its units is"):
+    with pytest.raises(StateError, match="with units"):
         pipe.load_state_dict(state)
     state["units"]["0"]["weights"]["weight"] = torch.zeros(9, 5)
     with pytest.raises(StateError, match=r"unit 0, Linear .* weight is float32 of \(9, 5\)"):

@@ -36,8 +36,11 @@ def verify_arguments(
         raise ValueError(f'clip_over must be "stage" or "all", got {clip_over!r}')
     if not isinstance(lookahead, bool | str | None) or lookahead not in LOOKAHEADS:
         raise ValueError(f'lookahead must be True, False or "lead", got {lookahead!r}')
-    if not callable(loss):
-        raise TypeError(f"loss must be a function or module of (output, target), got {loss!r}")
+    if not callable(loss) or (isinstance(loss, type) and issubclass(loss, torch.nn.Module)):
+        hint = f"; {loss.__name__}() makes one" if isinstance(loss, type) else ""
+        raise TypeError(
+            f"loss must be a function or module of (output, target), got {loss!r}{hint}"
+        )
     if lr_lambda is not None and not callable(lr_lambda):
         raise TypeError(f"lr_lambda must be a function of the update's number, got {lr_lambda!r}")
     if not isinstance(lr_by_delay, bool):

@@ -459,7 +459,7 @@ class Pipeline:
         if self._stopped is not None:
             raise RuntimeError(
                 f"the pipeline was stopped in the middle of a tick by: {self._stopped}; load a "
-                "state from before, or build it anew"
+                "state from before, or build a new one around the model, which keeps its weights"
             )
         with self._stopping():
             self._caller_tensors.verify(self.in_flight.oldest, self.in_flight.oldest_without_loss)

@@ -1,3 +1,3 @@
 """`StateError`, under the name that it had."""
 
-from redivider.pipeline.checkpoint.files import StateError as StateError
+from redivider.errors import StateError as StateError

@@ -28,14 +28,11 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
+from redivider.errors import StateError as StateError
 from redivider.errors import require
 from redivider.strides import inverse, memory_order
 
 MANIFEST = "manifest.json"
-
-
-class StateError(ValueError):
-    """A state is damaged, not ours, or does not fit; nothing was changed."""
 
 
 class Writers(Protocol):

@@ -60,7 +60,9 @@ def verify_snapshot(pipe: "Pipeline", state: Any) -> None:
         if key == "lookahead":
             other = LOOKAHEADS.get(other, other)  # an older state may have its former name
         if other != mine:
-            raise StateError(f"the state is of another pipeline: its {key} is {other}, not {mine}")
+            raise StateError(
+                f"the state is of a pipeline with {key} {other}, and this one has {mine}"
+            )
     if state["cut"] != pipe.cut:
         raise StateError(
             f"the state has the cut {state['cut']}, this pipeline {pipe.cut}; build it with "

@@ -29,6 +29,11 @@ from redivider.replay.autocast import Autocast
 from redivider.tree import tensors_of
 
 
+def _kind(x: Any) -> str:
+    is_array = hasattr(x, "__array__")
+    return f"{type(x).__name__}" + ("; torch.from_numpy makes one" if is_array else "")
+
+
 class TickTransport(ABC):
     """Movement of messages in a tick.
 
@@ -138,7 +143,7 @@ class InProcess(Transport):
     def enter(self, n: int, x: Any, target: Any, side: dict[str, Any]) -> Message | None:
         tensors = tensors_of(x)
         if not tensors:
-            raise TypeError(f"a step needs a tensor, or a structure of some, got {x!r}")
+            raise TypeError(f"a step needs a tensor, or a structure of some, got {_kind(x)}")
         message = Message(n, Flow(x), Autocast(tensors[0].device), side, target)
         self.in_flight.up[0][n] = message
         return message
