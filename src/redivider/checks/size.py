@@ -5,8 +5,8 @@ from numbers import Integral
 
 UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 UNITS |= {f"{prefix}ib": UNITS[prefix] for prefix in "kmgt"}
-MOST = 2**63
 UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
+MOST = 2**63  # which tensors cannot hold
 
 
 def parse_bytes(memory: int | str) -> int:
