@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.compressed import follow
+from support.compressed import Watched, follow
 
 import redivider as rd
+from redivider.backward import tape
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -81,7 +82,15 @@ def test_lora_of_peft():
         )
 
 
-def test_trainer_of_transformers(tmp_path):
+@pytest.fixture
+def watched(monkeypatch):
+    """Return the class of tapes, which counts the inputs that it reads back."""
+    monkeypatch.setattr(tape, "Tape", Watched)
+    monkeypatch.setattr(Watched, "num_compared", 0)
+    return Watched
+
+
+def test_trainer_of_transformers(tmp_path, watched):
     pytest.importorskip("accelerate")
     args = transformers.TrainingArguments(
         output_dir=str(tmp_path),
@@ -101,6 +110,7 @@ def test_trainer_of_transformers(tmp_path):
     model.eval()
     after = model(**batch()).loss
     assert after < before
+    assert watched.num_compared == 4 * 2 * 4  # steps, micro-batches and blocks
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4").eval()
     assert torch.equal(loaded(**batch()).loss, after)
     args.gradient_checkpointing = True
@@ -109,10 +119,11 @@ def test_trainer_of_transformers(tmp_path):
         trainer.train()
 
 
-def test_accelerate():
+def test_accelerate(watched):
     accelerate = pytest.importorskip("accelerate")
     model = rd.make_reversible(make(), 2)
     expected = gradients(model).clone()
+    assert watched.num_compared == 4
     accelerator = accelerate.Accelerator(cpu=True)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     torch.manual_seed(3)
@@ -120,10 +131,11 @@ def test_accelerate():
     accelerator.backward(prepared(**batch()).loss)
     grads = [param.grad for param in model.parameters()]
     assert torch.equal(torch.cat([grad.flatten() for grad in grads if grad is not None]), expected)
+    assert watched.num_compared == 2 * 4
     optimizer.step()
 
 
-def test_lightning(tmp_path):
+def test_lightning(tmp_path, watched):
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):  # type: ignore[name-defined]
@@ -151,3 +163,4 @@ def test_lightning(tmp_path):
     )
     trainer.fit(module, torch.utils.data.DataLoader(samples(), batch_size=4))
     assert len(module.losses) == 12 and module.losses[-1] < module.losses[0]
+    assert watched.num_compared == 12 * 4
