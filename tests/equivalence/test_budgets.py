@@ -198,6 +198,26 @@ def test_no_plan_of_streams_takes_more_than_predicted(kind, data):
     assert measured <= predicted <= 1.35 * measured
 
 
+@pytest.mark.parametrize("choice", ["store", "checkpoint"])
+def test_equal_units_of_which_one_gives_its_input_no_gradient(choice):
+    """They are measured apart."""
+    torch.manual_seed(0)
+    model = rd.Chain([nn.Linear(64, 64) for _ in range(4)])
+    model[0].requires_grad_(False)
+    x, factors = torch.randn(256, 64), torch.randn(256, 64)
+
+    def loss(y):
+        return (y * factors).sum()
+
+    problem = measure(model, x, {}, loss)
+    choices = [
+        [option.choice for option in own].index(name)
+        for own, name in zip(problem.units, [*[choice] * 4, "store"], strict=True)
+    ]
+    predicted = max(peak for _, peak in trace(problem, choices))
+    assert measure_step(model, choice, x, loss) <= predicted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["equal", "unequal"])
 def test_thirty_budgets_of_streams(kind):
