@@ -59,6 +59,31 @@ def test_gradients_are_those_at_quantized_inputs(family, bits, monkeypatch):
     assert Watched.num_compared == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(family, dtype, monkeypatch):
+    """The tape is walked back, outputs are the plain ones, and gradients are near them."""
+    monkeypatch.setattr(tape, "Tape", Watched)
+    monkeypatch.setattr(Watched, "num_compared", 0)
+    side = {
+        key: value.to(dtype) if value.is_floating_point() else value
+        for key, value in batch(family).items()
+    }
+    losses, grads = [], []
+    for is_reversible in (True, False):
+        model = make(family).to(dtype).train()
+        if is_reversible:
+            rd.make_reversible(model, 8)
+        torch.manual_seed(3)
+        loss = model(**side).loss
+        loss.backward()
+        losses.append(loss)
+        own = [grad for grad in gradients(model).values() if grad is not None]
+        grads.append(torch.cat([grad.flatten() for grad in own]).float())
+    assert Watched.num_compared == 4
+    assert torch.equal(*losses)
+    assert (grads[0] - grads[1]).norm() <= 0.1 * grads[1].norm()
+
+
 def test_evaluation_is_the_original_and_a_trained_model_loads_plainly(family, tmp_path):
     plain = make(family)
     model = rd.make_reversible(copy.deepcopy(plain))
