@@ -37,7 +37,7 @@ FOLDERS = {
     "budget": "memory-budgets",
     "grid": "scale",
 }
-PUBLISHED = {"revnet18": 94.9, "revnet34": 94.8}  # percent, by PETRA in 300 epochs
+PUBLISHED = {"revnet18": 94.9, "revnet34": 94.8, "revnet50": 94.5}  # percent, by PETRA in 300 epochs
 NUM_STAGES = 10  # of RevNet-18, one per block, if a row has no number
 # Of the stages that sleep: seconds of a forward and a backward, micro-batches of an update.
 FORWARD, BACKWARD, K = 0.04, 0.08, 32
@@ -202,20 +202,24 @@ def draw_muon(images: list[Row], text: list[Row]) -> None:
 
 def draw_sooner(rows: list[Row]) -> None:
     """Draw accuracy by epoch, by PETRA and by backprop with Muon, and what is published."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.4), sharey=True)
     styles = {"petra": ("PETRA", "tab:blue"), "store": ("backprop", "tab:orange")}
     for axis, (model, published) in zip(axes, PUBLISHED.items(), strict=True):
-        for method, (label, colour) in styles.items():
-            seeds = [row for row in rows if (model_of(row), row["method"]) == (model, method)]
-            last = ", ".join(f"{percent(row):.1f}" for row in seeds)
-            for number, row in enumerate(seeds):
-                epochs, _, scores = zip(*row["curve"], strict=True)
-                shown = [100 * score for score in scores]
-                text = "" if number else f"{label}: {last}"
-                axis.plot(epochs, shown, color=colour, label=text, linewidth=1.2)
+        lengths = sorted({row["epochs"] for row in rows if model_of(row) == model}, reverse=True)
+        for length, line in zip(lengths, ("-", ":"), strict=False):
+            for method, (label, colour) in styles.items():
+                key = model, method, length
+                seeds = [r for r in rows if (model_of(r), r["method"], r["epochs"]) == key]
+                last = ", ".join(f"{percent(row):.1f}" for row in seeds)
+                for number, row in enumerate(seeds):
+                    epochs, _, scores = zip(*row["curve"], strict=True)
+                    shown = [100 * score for score in scores]
+                    text = "" if number else f"{label}, {length:g} epochs: {last}"
+                    axis.plot(epochs, shown, line, color=colour, label=text, linewidth=1.2)
         text = f"PETRA, 300 epochs, published: {published}"
-        axis.axhline(published, color="tab:gray", linestyle=":", label=text)
+        axis.axhline(published, color="tab:gray", linestyle="--", linewidth=0.8, label=text)
         axis.set(xlabel="epochs", ylim=(80, 96), title=f"RevNet-{model[6:]}, CIFAR-10, Muon")
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axis.legend(fontsize=8)
     axes[0].set_ylabel("test accuracy (%)")
     save(figure, "sooner")
@@ -462,7 +466,7 @@ if __name__ == "__main__":
     draw_curves("vit")
     draw_curves("gpt")
     draw_muon(read("short") + read("muon"), read("gpt"))
-    draw_sooner(read("sooner"))
+    draw_sooner(read("sooner") + read("deeper"))
     draw_race(read("race"))
     draw_limits(read("limits"))
     draw_finetune(read("finetune"), read("accuracy"))
