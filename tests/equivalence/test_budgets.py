@@ -1,6 +1,6 @@
 """Plans keep their budgets: a real step takes no more bytes than allowed, and more save work."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -196,6 +196,56 @@ def test_no_plan_of_streams_takes_more_than_predicted(kind, data):
     predicted = max(peak for _, peak in trace(problem, choices))
     measured = measure_step(model, names[:-1], x, sum_of_streams)
     assert measured <= predicted <= 1.35 * measured
+
+
+class KeepsItself(torch.autograd.Function):
+    """A cosine, whose node holds a tensor until the whole graph is freed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.sine = x.sin()
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad * ctx.sine
+
+
+class Cosine(nn.Module):
+    def forward(self, x):
+        return KeepsItself.apply(x)
+
+
+def halves(*couplings):
+    """Return a chain whose upper end gives two halves of one gradient."""
+    units = [nn.Linear(16, 16), rd.Duplicate(), *map(rd.Coupling, couplings), rd.Fuse("concat")]
+    return rd.Chain(units, check_every=0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: halves(wide(2), nn.Tanh()),
+        lambda: halves(nn.Tanh(), wide(2)),
+        lambda: halves(nn.Tanh(), wide(2), nn.Tanh()),
+        lambda: rd.Chain([wide(8), Cosine()]),
+        lambda: rd.Chain([wide(8), nn.Linear(16, 16), Cosine(), Cosine()]),
+    ],
+)
+def test_memory_that_a_unit_above_still_holds_counts(make):
+    """The other half of a gradient, and what is freed with the graph alone."""
+    torch.manual_seed(0)
+    model, x, factors = make(), torch.randn(64, 16), torch.randn(64, 32)
+
+    def loss(y):
+        return (y * factors[:, : y.shape[1]]).sum()
+
+    problem = measure(model, x, {}, loss)
+    for choices in product(*(range(len(own)) for own in problem.units)):
+        names = [own[choice].choice for own, choice in zip(problem.units, choices, strict=True)]
+        predicted = max(peak for _, peak in trace(problem, choices))
+        measured = measure_step(model, names[:-1], x, loss)
+        assert measured <= predicted <= 1.35 * measured, names
 
 
 @pytest.mark.parametrize("choice", ["store", "checkpoint"])

@@ -7,6 +7,7 @@ import warnings
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -294,6 +295,25 @@ def test_plain_again():
     assert worst_error(train(model), train(network())) == 0
     with pytest.raises(ValueError, match="Network is not reversible"):
         rd.make_plain(model)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_network_that_is_dropped_frees_its_weights(is_plain):
+    """Plain again at once, else with the next garbage collection."""
+    model: Any = rd.make_reversible(network(), 2)
+    train(model)
+    weights = [ref(param) for param in model.parameters()]
+    if is_plain:
+        rd.make_plain(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        if not is_plain:
+            gc.collect()
+        assert all(weight() is None for weight in weights)
+    finally:
+        gc.enable()
 
 
 def test_a_part_is_plain_again():
