@@ -27,6 +27,7 @@ FOLDERS = {
     "muon": "muon",
     "sooner": "fewer-epochs",
     "deeper": "fewer-epochs",
+    "small": "delay-in-small-networks",
     "race": "race-to-90",
     "vit": "transformers",
     "gpt": "transformers",
@@ -37,7 +38,11 @@ FOLDERS = {
     "budget": "memory-budgets",
     "grid": "scale",
 }
-PUBLISHED = {"revnet18": 94.9, "revnet34": 94.8, "revnet50": 94.5}  # percent, by PETRA in 300 epochs
+PUBLISHED = {
+    "revnet18": 94.9,
+    "revnet34": 94.8,
+    "revnet50": 94.5,
+}  # percent, in 300 epochs
 NUM_STAGES = 10  # of RevNet-18, one per block, if a row has no number
 # Of the stages that sleep: seconds of a forward and a backward, micro-batches of an update.
 FORWARD, BACKWARD, K = 0.04, 0.08, 32
@@ -223,6 +228,40 @@ def draw_sooner(rows: list[Row]) -> None:
         axis.legend(fontsize=8)
     axes[0].set_ylabel("test accuracy (%)")
     save(figure, "sooner")
+
+
+def draw_small(rows: list[Row]) -> None:
+    """Draw the loss of the tiny Rev-GPT by how late its first stage is, by optimizer."""
+    figure, axis = plt.subplots(figsize=(6, 3.4))
+    lines = {
+        "adamw": ("AdamW, 0.001", "s-", "tab:orange"),
+        "adamw-lr-0.003": ("AdamW, 0.003", "s--", "tab:orange"),
+        "muon": ("Muon, 0.002", "o-", "tab:blue"),
+    }
+    for name, (label, line, colour) in lines.items():
+        losses: dict[float, list[float]] = {}
+        for row in rows:
+            # Without changes beside the micro-batch, the stages and the latency.
+            usual = rf"(store|petra)-{name}(-\d+x\d+-\d+)?(-latency-0.5)?(-seed\d+)?"
+            if re.fullmatch(usual, row["run"]):
+                losses.setdefault(updates_late(row), []).append(row["last"])
+        late = sorted(losses)
+        axis.plot(late, [fmean(losses[x]) for x in late], line, color=colour, label=label)
+        for x in late:
+            axis.plot([x] * len(losses[x]), losses[x], ".", color=colour, markersize=3)
+    axis.set_xscale("symlog", linthresh=0.3)
+    axis.set_xticks([0, 0.38, 1.6, 3.2, 6.5], ["backprop", "0.38", "1.6", "3.2", "6.5"])
+    axis.minorticks_off()
+    axis.set(xlabel="updates late, first stage", ylabel="test loss (nats a byte)")
+    axis.legend(fontsize=8)
+    save(figure, "small")
+
+
+def updates_late(row: Row) -> float:
+    """Return how many updates late the gradients of the first stage are."""
+    if row["method"] != "petra":
+        return 0.0
+    return float(2 * (row["stages"] - 1) * row["latency"] / row["accumulate"])
 
 
 def draw_race(rows: list[Row]) -> None:
@@ -467,6 +506,7 @@ if __name__ == "__main__":
     draw_curves("gpt")
     draw_muon(read("short") + read("muon"), read("gpt"))
     draw_sooner(read("sooner") + read("deeper"))
+    draw_small(read("small"))
     draw_race(read("race"))
     draw_limits(read("limits"))
     draw_finetune(read("finetune"), read("accuracy"))

@@ -108,6 +108,22 @@ def test_names_of_runs_say_what_is_other_than_usual():
     assert short("store", lr=0.025).name == "store-64x2-lr-0.025"
     assert short("petra", lr_by_delay=True).name == "petra-64x2-by-delay"
     assert short("petra", stages=2, compile=True).name == "petra-64x2-stages-2-compiled"
+    assert short("petra", stages=(4, 6)).name == "petra-64x2-stages-4-6"
+
+
+def test_names_of_small_runs_say_how_they_are_trained():
+    runs = get_claim("small").runs
+    assert len(runs) == 15
+    for run in runs:
+        assert run.microbatch * run.accumulate == 32
+        assert run.name.startswith(f"{run.method}-{run.optimizer}")
+        assert run.lr == (0.003 if "0.003" in run.name else 0.002 if "muon" in run.name else 0.001)
+        if run.method == "petra":
+            assert f"-{run.microbatch}x{run.accumulate}-{run.stages}" in run.name
+        assert run.lr_by_delay == ("careful" in run.name)
+        is_careful = re.search("careful|betas", run.name) is not None
+        assert run.betas == ((0.5, 0.95) if is_careful else (0.9, 0.95))
+        assert run.latency == (0.5 if "latency-0.5" in run.name else 1)
 
 
 @pytest.mark.parametrize("name", ["vit", "gpt"])
