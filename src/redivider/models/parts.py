@@ -206,10 +206,10 @@ class Mean(nn.Module):
 
 
 def conv_norm(
-    channels: int, out: int, kernel: int, *, stride: int = 1, relu: bool = True
+    channels: int, out: int, kernel: int, *, stride: int = 1, relu: bool = True, bias: bool
 ) -> nn.Sequential:
-    """Build a convolution with a bias, as PETRA has it, a batch norm and optionally a ReLU."""
-    conv = nn.Conv2d(channels, out, kernel, stride=stride, padding=kernel // 2)
+    """Build a convolution, a batch norm and optionally a ReLU."""
+    conv = nn.Conv2d(channels, out, kernel, stride=stride, padding=kernel // 2, bias=bias)
     parts: dict[str, nn.Module] = {"conv": conv, "norm": nn.BatchNorm2d(out)}
     return named(**parts, relu=nn.ReLU(inplace=True)) if relu else named(**parts)
 

@@ -1,11 +1,12 @@
 """ResNet: residual networks of convolutions.
 
-He et al. 2015 in torchvision's form, with the stride in the 3x3 convolution of a bottleneck. The
-convolutions have biases, as in PETRA's code, so that parameter counts compare with RevNet's.
+He et al. 2015 in torchvision's form, with the stride in the 3x3 convolution of a bottleneck. By
+default convolutions have biases, as in PETRA's code, so that its parameter counts can be compared.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,11 +31,14 @@ class Options(Images):
     """Number of blocks of each group; the first block of a later group halves the image."""
     bottleneck: bool = False
     width: int = 64
+    conv_bias: bool = True
+    """Whether convolutions have biases, which the batch norm after them subtracts again."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         verify_positive(self, "width")
         verify_flag(self, "bottleneck")
+        verify_flag(self, "conv_bias")
         verify_depths(self, "group")
 
     @property
@@ -56,7 +60,8 @@ class Options(Images):
             out = 4 * middle if self.bottleneck else middle
             for index in range(depth):
                 stride = 2 if group and not index else 1
-                yield f"block{group + 1}_{index + 1}", Block(channels, middle, out, stride)
+                block = Block(channels, middle, out, stride, self.conv_bias)
+                yield f"block{group + 1}_{index + 1}", block
                 channels = out
 
 
@@ -68,6 +73,7 @@ class Block:
     middle: int
     out: int
     stride: int
+    bias: bool
 
     @property
     def keeps_shape(self) -> bool:
@@ -76,20 +82,28 @@ class Block:
 
     def function(self, *, bottleneck: bool, relu: bool) -> nn.Sequential:
         """Build the residual function: two 3x3 convolutions, or 1x1, 3x3 and 1x1."""
+        make = partial(conv_norm, bias=self.bias)
         if not bottleneck:
             return nn.Sequential(
-                conv_norm(self.channels, self.out, 3, stride=self.stride),
-                conv_norm(self.out, self.out, 3, relu=relu),
+                make(self.channels, self.out, 3, stride=self.stride),
+                make(self.out, self.out, 3, relu=relu),
             )
         return nn.Sequential(
-            conv_norm(self.channels, self.middle, 1),
-            conv_norm(self.middle, self.middle, 3, stride=self.stride),
-            conv_norm(self.middle, self.out, 1, relu=relu),
+            make(self.channels, self.middle, 1),
+            make(self.middle, self.middle, 3, stride=self.stride),
+            make(self.middle, self.out, 1, relu=relu),
         )
 
     def projection(self) -> nn.Sequential:
         """Build the projection of the input to the shape of the output."""
-        return conv_norm(self.channels, self.out, 1, stride=self.stride, relu=False)
+        stride, bias = self.stride, self.bias
+        return conv_norm(self.channels, self.out, 1, stride=stride, relu=False, bias=bias)
+
+
+def stem(options: Options, width: int) -> nn.Sequential:
+    """Build the first convolution: 3x3, or 7x7 with stride 2 for large images."""
+    kernel, stride = (3, 1) if options.is_small else (7, 2)
+    return conv_norm(options.in_channels, width, kernel, stride=stride, bias=options.conv_bias)
 
 
 class ResidualBlock(nn.Module):
@@ -106,10 +120,9 @@ class ResidualBlock(nn.Module):
 
 def resnet(options: Options) -> Units:
     """Build the units of a ResNet: stem, one per block, head."""
-    small, width = options.is_small, options.width
-    stem = conv_norm(options.in_channels, width, 3 if small else 7, stride=1 if small else 2)
-    if not small:
-        stem.append(nn.MaxPool2d(3, stride=2, padding=1))
+    first = stem(options, options.width)
+    if not options.is_small:
+        first.append(nn.MaxPool2d(3, stride=2, padding=1))
     blocks = {
         name: ResidualBlock(block, bottleneck=options.bottleneck)
         for name, block in options.blocks()
@@ -119,4 +132,4 @@ def resnet(options: Options) -> Units:
         flat=nn.Flatten(),
         classes=nn.Linear(options.width_out, options.num_classes),
     )
-    return {"stem": stem, **blocks, "head": head}
+    return {"stem": first, **blocks, "head": head}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from redivider.coupling import Coupling, Streams
 from redivider.junction import Split
 from redivider.models.parts import Mean, Units, conv_norm, named
-from redivider.models.resnet import Block, Options
+from redivider.models.resnet import Block, Options, stem
 
 
 class BasicTransition(nn.Module):
@@ -22,8 +22,9 @@ class BasicTransition(nn.Module):
 
     def __init__(self, block: Block) -> None:
         super().__init__()
-        self.shrink = conv_norm(block.channels, block.out, 3, stride=block.stride)
-        self.f = conv_norm(block.out, block.out, 3)
+        out, stride, bias = block.out, block.stride, block.bias
+        self.shrink = conv_norm(block.channels, out, 3, stride=stride, bias=bias)
+        self.f = conv_norm(out, out, 3, bias=bias)
         self.shortcut = block.projection()
 
     def forward(self, streams: Streams) -> Streams:
@@ -48,11 +49,10 @@ class BottleneckTransition(nn.Module):
 
 def revnet(options: Options) -> Units:
     """Build the units of a RevNet: stem, one per block, head; each is one stage in PETRA."""
-    small, width = options.is_small, 2 * options.width
-    stem = conv_norm(options.in_channels, width, 3 if small else 7, stride=1 if small else 2)
-    if not small:
-        stem.append(nn.MaxPool2d(2))
-    stem.append(Split(dim=1))
+    first = stem(options, 2 * options.width)
+    if not options.is_small:
+        first.append(nn.MaxPool2d(2))
+    first.append(Split(dim=1))
     transition = BottleneckTransition if options.bottleneck else BasicTransition
     blocks = {
         name: Coupling(block.function(bottleneck=options.bottleneck, relu=True))
@@ -61,4 +61,4 @@ def revnet(options: Options) -> Units:
         for name, block in options.blocks()
     }
     head = named(pool=Mean(2, 3), classes=nn.Linear(2 * options.width_out, options.num_classes))
-    return {"stem": stem, **blocks, "head": head}
+    return {"stem": first, **blocks, "head": head}

@@ -22,7 +22,7 @@ def norm(state, key, x):
 def conv_norm(state, key, x, stride=1):
     weight = state[f"{key}.conv.weight"]
     pad = weight.shape[-1] // 2
-    y = F.conv2d(x, weight, state[f"{key}.conv.bias"], stride=stride, padding=pad)
+    y = F.conv2d(x, weight, state.get(f"{key}.conv.bias"), stride=stride, padding=pad)
     return norm(state, key, y)
 
 
@@ -55,14 +55,32 @@ def revnet(state, x, depths, bottleneck, small):
 
 
 @pytest.mark.parametrize("small", [True, False])
-@pytest.mark.parametrize("bottleneck", [False, True])
-def test_revnet(bottleneck, small):
+@pytest.mark.parametrize(("bottleneck", "bias"), [(False, True), (True, True), (True, False)])
+def test_revnet(bottleneck, bias, small):
     depths, size = (2, 3, 1), 8 if small else 96
-    options = {**IMAGES, "width": 4, "image_size": size, "depths": depths}
+    options = {**IMAGES, "width": 4, "image_size": size, "depths": depths, "conv_bias": bias}
     model = unsettled("revnet50" if bottleneck else "revnet18", **options)
     x = torch.randn(3, 1, size, size).double()
     expected = revnet(model.state_dict(), x, depths, bottleneck, small)
     assert torch.allclose(model(x), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "revnet18", "revnet50"])
+def test_biases_of_convolutions_change_nothing_in_training(name):
+    options = {**IMAGES, "width": 4, "image_size": 16}
+    model = unsettled(name, **options).train()
+    plain = unsettled(name, **options, conv_bias=False).train()
+    state = plain.state_dict()
+    left_out = model.state_dict().keys() - state.keys()
+    assert left_out and all(key.endswith("conv.bias") for key in left_out)
+    plain.load_state_dict({key: model.state_dict()[key] for key in state})
+    x = torch.randn(6, 1, 16, 16).double()
+    factors = torch.randn_like(model(x))
+    for net in (model, plain):
+        (net(x) * factors).sum().backward()
+    params = dict(model.named_parameters())
+    for key, param in plain.named_parameters():
+        assert torch.allclose(param.grad, params[key].grad, rtol=1e-8, atol=1e-8), key
 
 
 def attention(state, key, x, heads, eps, causal):

@@ -38,6 +38,11 @@ def test_residual_networks(name, imagenet, cifar10):
     assert num_parameters(name, image_size=32, num_classes=10) == cifar10
 
 
+@pytest.mark.parametrize(("size", "published"), [(18, 11_689_512), (50, 25_557_032)])
+def test_without_biases_resnets_are_those_of_torchvision(size, published):
+    assert num_parameters(f"resnet{size}", conv_bias=False) == published
+
+
 @pytest.mark.parametrize(
     ("size", "plain"),
     [  # timm's, patches of 16 (huge and giant: 14), 224 pixels, 1,000 classes
