@@ -32,7 +32,7 @@ from redivider.replay.call import trust
 from redivider.tree import map_tensors, tensors_of
 
 NUM_TIMED = 3  # runs at most, of which the fastest one counts
-REBUILT = ("reverse", "overlap", "compress")  # choices by which inputs are rebuilt
+REVERSED = ("reverse", "overlap", "save")  # choices by which a coupling may rebuild its input
 NUM_IN_ROW = 3  # couplings, so that one is inside: the lowest need not rebuild its input
 
 Run: TypeAlias = Callable[[Any], Any]
@@ -239,7 +239,7 @@ class Trial:
         alive = {storage.data_ptr(): storage.nbytes() for storage in storages}
         # A graph may release them early, while a neighbour, or another name of one tensor, has
         # them still. What is rebuilt takes the place of others, so nobody else has those.
-        if choice in REBUILT:
+        if choice == "compress" or is_reversed(parts[0], choice, x):
             storages.clear()
         kept = sum(nbytes for address, nbytes in alive.items() if address not in caller)
         held = meter.bytes - kept - total.nbytes
@@ -260,6 +260,14 @@ class Trial:
         received = tuple(grad for grad in received if grad is not None)
         excess = _excess(received), _excess(received[:1])
         return Usage(keeps, held, forward, backward, left, inside, excess)
+
+
+def is_reversed(part: Part, choice: str, x: Any) -> bool:
+    """Return whether a coupling rebuilds its input by this choice; compiled ones do not save so."""
+    if not (part.couples and choice in REVERSED):
+        return False
+    (keeping,) = begin_pass([resolve_strategy(choice)], [part.module], x)
+    return keeping.keep == "nothing"
 
 
 def _step(run: Callable[..., Any], inputs: Any, wanted: list[Any]) -> None:

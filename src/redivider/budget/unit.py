@@ -8,13 +8,11 @@ import torch
 from redivider._torch_private import compiled_call
 from redivider.backward.offload import NUM_LEAVING
 from redivider.backward.saving import Saving
-from redivider.backward.strategy import begin_pass, resolve_strategy
 from redivider.budget.meter import size_of
-from redivider.budget.trial import Part, Timer, Trial, Usage
+from redivider.budget.trial import Part, Timer, Trial, Usage, is_reversed
 from redivider.errors import UnitError
 from redivider.replay import Call
 
-REVERSED = ("reverse", "overlap", "save")
 ON_GPU = ("offload", "overlap")
 ON_HOST = ("offload", "offload-save")
 # Choices for junctions, couplings, and blocks of `rd.make_reversible`; `_inside` has more.
@@ -50,12 +48,12 @@ def measure_part(part: Part, x: Any, needs: bool, timer: Timer) -> Measured:
     choices = choices_of(part, is_cuda=trial.device is not None)
     for choice in [*choices, *_inside(part, trial)]:
         try:
-            is_reversed = choice in REVERSED and _is_reversed(part, choice, x)
-            is_in_row = is_reversed or (part.couples and choice in ON_HOST)
+            rebuilds = is_reversed(part, choice, x)
+            is_in_row = rebuilds or (part.couples and choice in ON_HOST)
             parts = trial.row if is_in_row else trial.alone
             trial.run(parts, choice)
             trial.run(parts, "store")  # with which its cost is compared
-            if is_reversed:
+            if rebuilds:
                 usages[choice], inner[choice] = _count_reversed(choice, trial)
             elif choice in ON_HOST:
                 usages[choice] = _count_on_host(choice, trial)
@@ -140,9 +138,3 @@ def _inside(part: Part, trial: Trial) -> list[str]:
         return []
     offloads = trial.device is not None and not part.is_captured
     return ["save", *["offload-save"] * offloads]
-
-
-def _is_reversed(part: Part, choice: str, x: Any) -> bool:
-    """Return whether a coupling rebuilds its input by this choice; compiled ones do not save so."""
-    (keeping,) = begin_pass([resolve_strategy(choice)], [part.module], x)
-    return keeping.keep == "nothing"
