@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budgets import predict
 from support.compressed import follow
 from support.oracle import gradients, weigh, worst_error
 from support.pretrained import batch, make
@@ -23,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import redivider as rd
 from redivider.budget.blocks import measure_blocks
 from redivider.budget.planner import cheapest, measure_step
-from redivider.budget.problem import find_least, trace
+from redivider.budget.problem import find_least
 from redivider.convert.reversible import set_strategies, strategies_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -131,7 +132,7 @@ def check_predictions(model, x, loss, side):
     names, problem = measure_blocks(model, x, side, loss)
     for number in range(NUM_DRAWN):
         indices, choices = draw(problem, names, number)
-        predicted = max(peak for _, peak in trace(problem, indices))
+        predicted = predict(problem, indices)
         measured = measure_step(model, choices, x, loss, **side)
         assert measured <= predicted <= 1.1 * measured, choices
 
@@ -154,7 +155,7 @@ def test_thirty_budgets():
     model, side = rd.make_reversible(make("GPT2", n_layer=6).train()), batch("GPT2")
     names, problem = measure_blocks(model, None, side, loss_in)
     least = find_least(problem)
-    most = max(peak for _, peak in trace(problem, [0] * len(problem.units)))
+    most = predict(problem, [0] * len(problem.units))
     assert least < most / 2
     with FlopCounterMode(display=False) as counter:
         measure_step(model, "store", None, loss_in, **side)

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.budgets import choices_of, numbers_of, predict
 from support.networks import Marked
 from torch import nn
 
 import redivider as rd
 from redivider.budget.measure import measure
 from redivider.budget.planner import measure_step
-from redivider.budget.problem import find_least, trace
+from redivider.budget.problem import find_least
 from redivider.budget.solve import solve
 from redivider.checks.flops import counting_flops
 
@@ -72,14 +73,13 @@ def test_thirty_budgets(make):
     flops = []
     for step in range(NUM_BUDGETS):
         budget = least + step * (most - least) // (NUM_BUDGETS - 1)
-        choices = solve(problem, budget)
-        assert choices is not None
-        pairs = zip(problem.units[:-1], choices[:-1], strict=True)
-        plan = tuple(own[choice].choice for own, choice in pairs)
+        numbers = solve(problem, budget)
+        assert numbers is not None
+        plan = tuple(choices_of(problem, numbers)[:-1])
         if plan not in peaks:
             peaks[plan] = measure_step(model, plan, x, loss_of)
         assert peaks[plan] <= budget
-        pairs = zip(problem.units, choices, strict=True)
+        pairs = zip(problem.units, numbers, strict=True)
         flops.append(work + sum(own[choice].cost for own, choice in pairs))
         if step % 10 == 0:  # costs are the FLOPs of real steps
             assert flops[-1] == run(model, plan, x)[1]
@@ -97,11 +97,11 @@ def test_plans_save_attention_where_it_is_most_of_the_work():
     x = torch.randn(1, 3, 32, 32)
     problem = measure(model, x, {}, loss_of)
     least, (most, work) = find_least(problem), run(model, "store", x)
-    choices = solve(problem, least + (most - least) // 4)
-    assert choices is not None
-    plan = [own[choice].choice for own, choice in zip(problem.units, choices, strict=True)]
+    numbers = solve(problem, least + (most - least) // 4)
+    assert numbers is not None
+    plan = choices_of(problem, numbers)
     assert plan.count("save") >= 2
-    costs = (own[choice].cost for own, choice in zip(problem.units, choices, strict=True))
+    costs = (own[choice].cost for own, choice in zip(problem.units, numbers, strict=True))
     peak, flops = run(model, plan[:-1], x)
     assert peak <= least + (most - least) // 4 and flops == work + sum(costs)
 
@@ -156,9 +156,9 @@ def test_no_plan_takes_more_than_predicted(arithmetic, dropout, data):
         model, x = small(arithmetic, dropout)
         PROBLEMS[arithmetic, dropout] = model, x, measure(model, x, {}, loss_of)
     model, x, problem = PROBLEMS[arithmetic, dropout]
-    choices = [data.draw(st.integers(0, len(own) - 1)) for own in problem.units]
-    names = [own[choice].choice for own, choice in zip(problem.units, choices, strict=True)]
-    predicted = max(peak for _, peak in trace(problem, choices))
+    numbers = [data.draw(st.integers(0, len(own) - 1)) for own in problem.units]
+    names = choices_of(problem, numbers)
+    predicted = predict(problem, numbers)
     measured = measure_step(model, names[:-1], x, loss_of)
     assert measured <= predicted
     assert predicted <= 1.35 * measured
@@ -195,11 +195,7 @@ def test_a_coupling_that_saves_below_a_reversed_one_is_predicted_closely():
     x = torch.randn(64, 16)
     problem = measure(model, x, {}, sum_of_streams)
     names = ["store", "store", "reverse", "save", "reverse", "store"]
-    choices = [
-        [option.choice for option in own].index(name)
-        for own, name in zip(problem.units, names, strict=True)
-    ]
-    predicted = max(peak for _, peak in trace(problem, choices))
+    predicted = predict(problem, numbers_of(problem, names))
     measured = measure_step(model, names[:-1], x, sum_of_streams)
     assert measured <= predicted <= 1.02 * measured
 
@@ -212,9 +208,9 @@ def test_no_plan_of_streams_takes_more_than_predicted(kind, data):
         model, x = streams(kind)
         PROBLEMS[kind] = model, x, measure(model, x, {}, sum_of_streams)
     model, x, problem = PROBLEMS[kind]
-    choices = [data.draw(st.integers(0, len(own) - 1)) for own in problem.units]
-    names = [own[choice].choice for own, choice in zip(problem.units, choices, strict=True)]
-    predicted = max(peak for _, peak in trace(problem, choices))
+    numbers = [data.draw(st.integers(0, len(own) - 1)) for own in problem.units]
+    names = choices_of(problem, numbers)
+    predicted = predict(problem, numbers)
     measured = measure_step(model, names[:-1], x, sum_of_streams)
     assert measured <= predicted <= 1.35 * measured
 
@@ -262,9 +258,9 @@ def test_memory_that_a_unit_above_still_holds_counts(make):
         return (y * factors[:, : y.shape[1]]).sum()
 
     problem = measure(model, x, {}, loss)
-    for choices in product(*(range(len(own)) for own in problem.units)):
-        names = [own[choice].choice for own, choice in zip(problem.units, choices, strict=True)]
-        predicted = max(peak for _, peak in trace(problem, choices))
+    for numbers in product(*(range(len(own)) for own in problem.units)):
+        names = choices_of(problem, numbers)
+        predicted = predict(problem, numbers)
         measured = measure_step(model, names[:-1], x, loss)
         assert measured <= predicted <= 1.35 * measured, names
 
@@ -281,11 +277,7 @@ def test_equal_units_of_which_one_gives_its_input_no_gradient(choice):
         return (y * factors).sum()
 
     problem = measure(model, x, {}, loss)
-    choices = [
-        [option.choice for option in own].index(name)
-        for own, name in zip(problem.units, [*[choice] * 4, "store"], strict=True)
-    ]
-    predicted = max(peak for _, peak in trace(problem, choices))
+    predicted = predict(problem, numbers_of(problem, [*[choice] * 4, "store"]))
     assert measure_step(model, choice, x, loss) <= predicted
 
 

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.budgets import smallest_budget
+from support.budgets import choices_of, predict, smallest_budget
 from torch import nn
 
 import redivider as rd
 from redivider.budget.measure import measure
 from redivider.budget.planner import measure_step
-from redivider.budget.problem import trace
 from redivider.checks.memory import Live
 
 WIDTH = 32
@@ -140,8 +139,8 @@ def test_no_mix_takes_more_than_predicted(arithmetic):
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         indices = [int(torch.randint(len(o), (), generator=generator)) for o in problem.units]
-        names = [own[index].choice for own, index in zip(problem.units, indices, strict=True)]
-        predicted = max(peak for _, peak in trace(problem, indices))
+        names = choices_of(problem, indices)
+        predicted = predict(problem, indices)
         measured = measure_step(model, names[:-1], x, loss_of, shift=shift)
         assert measured <= predicted <= 1.4 * measured, names
 
@@ -159,5 +158,5 @@ def test_casts_of_autocast_count_once(choice):
         pairs = zip(problem.units[:-1], choices, strict=False)
         names = [own[number].choice for own, number in pairs]
         measured = measure_step(model, names, x, loss_of, shift=shift)
-        predicted = max(peak for _, peak in trace(problem, choices))
+        predicted = predict(problem, choices)
     assert measured <= predicted <= 1.1 * measured
