@@ -263,7 +263,10 @@ class Trial:
 
 
 def is_reversed(part: Part, choice: str, x: Any) -> bool:
-    """Return whether a coupling rebuilds its input by this choice; compiled ones do not save so."""
+    """Return whether a unit rebuilds its input by this choice.
+
+    Only couplings do. A compiled one that saves keeps its input.
+    """
     if not (part.couples and choice in REVERSED):
         return False
     (keeping,) = begin_pass([resolve_strategy(choice)], [part.module], x)

@@ -31,7 +31,7 @@ from redivider.tree import tensors_of
 
 def _kind(x: Any) -> str:
     is_array = hasattr(x, "__array__")
-    return f"{type(x).__name__}" + ("; torch.from_numpy makes one" if is_array else "")
+    return type(x).__name__ + ("; torch.from_numpy makes one" if is_array else "")
 
 
 class TickTransport(ABC):
